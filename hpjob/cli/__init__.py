@@ -1,0 +1,1 @@
+"""The ``hpjob`` command. It may import every package; nothing imports it."""

@@ -1,0 +1,1 @@
+"""What every other package may use: errors, packaged data, host lists, names in a run folder."""

@@ -1,0 +1,1 @@
+"""Degrees, placement of every rank, memory and time estimates, and the reasons for them."""

@@ -1,0 +1,1 @@
+"""Job specification, job script, submission, job states, requeue and successor logic."""

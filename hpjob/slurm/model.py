@@ -1,0 +1,38 @@
+"""The job specification: what a job script is rendered from."""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal
+
+from pydantic import Field
+
+from hpjob.core.schema import Persisted
+
+PositiveInt = Annotated[int, Field(gt=0)]
+
+
+class JobSpec(Persisted):
+    """Everything that the job script says, nothing that it computes at run time."""
+
+    version: Literal[1] = 1
+    job_name: str
+    run_dir: str
+    """Absolute path, the same on every node."""
+    python: str
+    """Interpreter that has hpjob installed, absolute path."""
+    nodes: PositiveInt
+    ranks_per_node: PositiveInt
+    gpus_per_node: Annotated[int, Field(ge=0)]
+    """GPUs asked from Slurm per node; 0 renders no GPU request."""
+    cpus_per_rank: PositiveInt | None = None
+    time_limit_s: PositiveInt | None = None
+    partition: str | None = None
+    account: str | None = None
+    qos: str | None = None
+    signal: str = "USR2"
+    signal_lead_s: PositiveInt = 120
+    requeue: bool = True
+    setup: tuple[str, ...] = ()
+    env: dict[str, str] = Field(default_factory=dict)
+    extra_options: tuple[str, ...] = ()
+    """Unknown sbatch options passed through after ``--``, each ``--long=value`` or ``--flag``."""

@@ -1,0 +1,105 @@
+"""One sourced model of a machine, from a GPU to the spine.
+
+Three-valued facts: a link or number is known, known to be absent, or ``None`` = not seen.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal
+
+from pydantic import Field
+
+from hpjob.core.schema import Persisted
+
+PositiveInt = Annotated[int, Field(gt=0)]
+
+
+class Gpu(Persisted):
+    """One accelerator of a node."""
+
+    index: int
+    model: str | None = None
+    memory_gib: float | None = None
+    numa: int | None = None
+
+
+class Island(Persisted):
+    """GPUs of one node that reach each other over NVLink or XGMI."""
+
+    kind: Literal["nvlink", "xgmi"]
+    gpus: tuple[int, ...]
+    all_to_all: bool | None = None
+    """Every pair linked; None = not seen."""
+    bandwidth_gb_s: float | None = None
+    """Per GPU and direction."""
+
+
+class Node(Persisted):
+    """One host."""
+
+    name: str
+    gpus: tuple[Gpu, ...] = ()
+    islands: tuple[Island, ...] | None = None
+    """None = not seen; an empty tuple = known to have none."""
+    cpus: int | None = None
+    memory_gib: float | None = None
+    nic_bandwidth_gb_s: float | None = None
+    """All NICs of the node together, per direction."""
+
+
+class Switch(Persisted):
+    """A leaf (level 0) names nodes; a higher switch names switches."""
+
+    name: str
+    level: int
+    nodes: tuple[str, ...] = ()
+    switches: tuple[str, ...] = ()
+
+
+class Block(Persisted):
+    """Nodes of one block of Slurm's topology/block."""
+
+    name: str
+    nodes: tuple[str, ...]
+
+
+class MachineType(Persisted):
+    """A known kind of node, with the speeds that the planner needs; ``topology/<name>.yaml``."""
+
+    version: Literal[1] = 1
+    name: str
+    description: str
+    gpu_model: str
+    gpus_per_node: PositiveInt
+    gpu_memory_gib: float
+    peak_tflops_bf16: float
+    peak_tflops_fp32: float
+    memory_bandwidth_gb_s: float
+    island_size: PositiveInt
+    """GPUs that reach each other over NVLink; 1 = none."""
+    island_kind: Literal["nvlink", "xgmi", "pcie", "host"]
+    island_bandwidth_gb_s: float
+    """Per GPU and direction inside the island."""
+    nic_bandwidth_gb_s: float
+    """All NICs of a node together, per direction."""
+    nic_latency_us: float = 5.0
+    island_latency_us: float = 2.0
+    sources: dict[str, str]
+    """Field name -> where the value comes from."""
+
+
+class Topology(Persisted):
+    """The nodes that a job may use or has been given, and what links them."""
+
+    version: Literal[1] = 1
+    nodes: tuple[Node, ...]
+    """In the order in which ranks are placed."""
+    machine: MachineType | None = None
+    """Speeds of the nodes when their kind is known."""
+    switches: tuple[Switch, ...] | None = None
+    """None = not seen."""
+    blocks: tuple[Block, ...] | None = None
+    source: str
+    """Where the facts come from: ``slurm``, ``machine:dgx-a100-80g``, ``local``, …"""
+    notes: tuple[str, ...] = ()
+    """What was not found and why; disagreements between sources."""
