@@ -1,0 +1,28 @@
+"""How far a run has come, by the checkpoints in its folder."""
+
+from __future__ import annotations
+
+from hpjob.core.run_records import read_json
+from hpjob.core.run_dir import RunDir
+
+ATTEMPTS_WITHOUT_PROGRESS = 3
+
+
+def newest_checkpoint_step(run: RunDir) -> int:
+    """Return the step of the newest complete checkpoint, 0 without one."""
+    folders = run.checkpoints.glob("step-*")
+    steps = (path.name.removeprefix("step-") for path in folders if (path / "manifest.json").is_file())
+    return max((int(step) for step in steps if step.isdigit()), default=0)
+
+
+def stuck(run: RunDir, job_id: str) -> bool:
+    """Return whether the last three attempts of one job all began at the step where the run still is."""
+    begins: list[int] = []
+    for attempt in reversed(run.attempt_list()):
+        document = read_json(attempt.attempt_json)
+        if document is None or document.get("job_id") != job_id:
+            break
+        begins.append(int(document.get("checkpoint_step", -1)))
+    newest = begins[:ATTEMPTS_WITHOUT_PROGRESS]
+    step = newest_checkpoint_step(run)
+    return len(newest) == ATTEMPTS_WITHOUT_PROGRESS and all(begin == step for begin in newest)
