@@ -79,10 +79,15 @@ def gres_conf(folder: Folder, options: Options) -> str:
 
 def topology_conf(options: Options) -> str:
     """Return topology.conf: leaf switches, and a spine above them when there are several."""
-    lines = [f"SwitchName=leaf{i + 1} Nodes={','.join(nodes)}" for i, nodes in enumerate(options.leaf_nodes())]
+    lines = [f"SwitchName=leaf{i + 1} Nodes={_fold(nodes)}" for i, nodes in enumerate(options.leaf_nodes())]
     if options.leafs > 1:
         lines.append(f"SwitchName=spine1 Switches=leaf[1-{options.leafs}]")
     return "\n".join(lines) + "\n"
+
+
+def _fold(nodes: list[str]) -> str:
+    """Return consecutive node names as a host list."""
+    return f"n[{nodes[0][1:]}-{nodes[-1][1:]}]" if len(nodes) > 1 else nodes[0]
 
 
 def _host() -> str:

@@ -15,6 +15,7 @@ from sandbox.errors import SandboxError
 from sandbox.folder import Folder, Saved
 from sandbox.options import Options
 from sandbox.packages import SEARCH_PATH, program
+from sandbox.processes import MARK
 
 PORTS = range(20_000, 32_000)  # below Linux's range for outgoing connections
 FOREIGN_PREFIXES = ("SLURM", "SBATCH_", "SALLOC_", "SRUN_", "SQUEUE_", "SINFO_", "SCANCEL_", "MUNGE")
@@ -23,7 +24,7 @@ FOREIGN_PREFIXES = ("SLURM", "SBATCH_", "SALLOC_", "SRUN_", "SQUEUE_", "SINFO_",
 def environment(folder: Folder) -> dict[str, str]:
     """Return this process's environment for Slurm's programs, free of other Slurm settings."""
     kept = {key: value for key, value in os.environ.items() if not key.startswith(FOREIGN_PREFIXES)}
-    return {**kept, "PATH": SEARCH_PATH, "SLURM_CONF": str(folder.slurm_conf)}
+    return {**kept, "PATH": SEARCH_PATH, "SLURM_CONF": str(folder.slurm_conf), MARK: str(folder.path)}
 
 
 def choose_ports(options: Options) -> Saved:

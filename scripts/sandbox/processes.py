@@ -17,6 +17,7 @@ from pathlib import Path
 from sandbox.folder import Folder
 
 DAEMONS = ("slurmctld", "slurmd", "munged")
+MARK = "SLURM_SANDBOX_STATE_DIR"  # in the environment of all that the sandbox itself starts
 
 
 @dataclass(frozen=True)
@@ -25,8 +26,8 @@ class Process:
 
     Attributes:
         start: Clock ticks from boot to its start; with the pid it names one process for good.
-        kind: ``slurmctld``, ``slurmd``, ``munged``, ``helper`` for what slurmctld starts, or ``job`` for a step daemon
-            and all that a job started.
+        kind: ``slurmctld``, ``slurmd``, ``munged``, ``helper`` for what slurmctld or a killed command of ours has left,
+            or ``job`` for a step daemon and all that a job started.
         node: Virtual node, empty for slurmctld and munged.
     """
 
@@ -144,6 +145,8 @@ def _identify(pid: int, folder: Folder) -> tuple[str, str]:
         return "", ""
     if name.startswith("slurmstepd:"):
         return "job", _step_node(pid, folder)
+    if f"{MARK}={folder.path}" in environment:
+        return "helper", ""
     nodes = [entry.partition("=")[2] for entry in environment if entry.startswith("SLURMD_NODENAME=")]
     return ("job", nodes[0]) if nodes else ("", "")
 
