@@ -7,6 +7,7 @@ import sys
 import typer
 
 import hpjob
+from hpjob.cli import plan, recipes
 from hpjob.core.errors import ExitCode, HpjobError
 
 app = typer.Typer(
@@ -28,6 +29,10 @@ def _version(value: bool) -> None:
 @app.callback()
 def _options(version: bool = typer.Option(False, "--version", callback=_version, is_eager=True)) -> None:
     """From a Slurm cluster to a running, fast, restartable training job."""
+
+
+plan.register(app)
+recipes.register(app)
 
 
 def main() -> None:
