@@ -28,7 +28,7 @@ def check_against_site(spec: JobSpec, site: Site, *, save_s: float) -> list[str]
     Raises:
         UserInputError: The site would refuse the job, never start it, or give it no time to save.
     """
-    partition = _find_partition(spec, site)
+    partition = find_partition(spec.partition, site)
     account_warnings = _check_account(spec, site, partition)
     if partition is not None:
         _check_size(spec, partition)
@@ -55,18 +55,23 @@ def check_save_window(spec: JobSpec, *, save_s: float, default_limit_s: int | No
         )
 
 
-def _find_partition(spec: JobSpec, site: Site) -> Partition | None:
-    partition = site.partition(spec.partition)
+def find_partition(name: str | None, site: Site) -> Partition | None:
+    """Return the partition that a job goes to, the default one for None; None when the site lists none.
+
+    Raises:
+        UserInputError: Unknown name, or no default.
+    """
+    partition = site.partition(name)
     names = [candidate.name for candidate in site.partitions]
     if partition is not None or not names:
         return partition
-    if spec.partition is None:
+    if name is None:
         raise UserInputError(
             "the site has no default partition", hint=f"choose one with --partition: {', '.join(names)}"
         )
-    guess = nearest(spec.partition, names)
+    guess = nearest(name, names)
     raise UserInputError(
-        f"unknown partition {spec.partition!r}",
+        f"unknown partition {name!r}",
         hint=f"did you mean `{guess}`?" if guess else f"the partitions are {', '.join(names)}",
     )
 
