@@ -1,94 +1,134 @@
-"""Records that the ranks leave in a run folder, for whoever reads it: launcher, status, report.
+"""Small records that a run leaves in its folder, read and written the same way everywhere.
 
-Times are Unix seconds. Every file is written whole to a temporary name and renamed, so that a
-reader sees a record or nothing.
+Readers are tolerant: a file may be missing, or its last line torn by a crash.
 """
 
 from __future__ import annotations
 
+import json
 import os
-import socket
-import time
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
-from pydantic import Field
-
-from hpjob.core.schema import Persisted
+from hpjob.core.run_dir import AttemptDir
 
 FailureKind = Literal["exception", "peer-lost", "killed", "hang"]
-OutcomeKind = Literal["finished", "preempted", "failed"]
 
 
-class Outcome(Persisted):
-    """Why the ranks of an attempt left; written by rank 0 after the last save."""
-
-    kind: OutcomeKind
-    step: int
-    """Step of the newest checkpoint that a restart can use; 0 = none."""
-    reason: str
-    time: float = Field(default_factory=time.time)
-
-
-class FailureRecord(Persisted):
-    """How one rank failed.
-
-    ``peer-lost`` is secondary: the error only says that another rank went away. The first failing
-    rank is the earliest of the other kinds, else the earliest of all.
-    """
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Failure:
+    """Why one rank ended; ``failures/rank-NNNNN.json``."""
 
     rank: int
     node: str
-    time: float = Field(default_factory=time.time)
+    time: float
+    """Seconds since the epoch."""
     kind: FailureKind
-    exception: str
-    """Name of the exception's type; empty for a rank that was killed."""
-    message: str
-    traceback: str
+    """``peer-lost`` = the error only says that another rank went away."""
+    exception: str | None = None
+    message: str = ""
+    traceback: str | None = None
+    step: int | None = None
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Outcome:
+    """Why the ranks of an attempt left; ``outcome.json``."""
+
+    kind: str
+    """``finished``, ``preempted`` or ``failed``."""
     step: int
-    """Step that the rank was working on; 0 = set-up."""
+    reason: str = ""
+    time: float | None = None
 
 
-def first_failure(records: list[FailureRecord]) -> FailureRecord | None:
-    """Return the record of the rank that failed first, or None without records."""
-    primary = [record for record in records if record.kind != "peer-lost"]
-    return min(primary or records, key=lambda record: record.time, default=None)
-
-
-def read_failures(folder: Path) -> list[FailureRecord]:
-    """Return the failure records of one attempt, in the order of ranks; unreadable ones are left out."""
-    records = []
-    for path in sorted(folder.glob("rank-*.json")):
-        try:
-            records.append(FailureRecord.model_validate_json(path.read_bytes()))
-        except (OSError, ValueError):
-            continue
-    return records
-
-
-def write_atomically(path: Path, text: str) -> None:
-    """Write a small text file under a temporary name, make it durable and rename it.
-
-    Raises:
-        OSError: No space, no permission; the file that was there before is untouched.
-    """
-    partial = path.with_name(f".{path.name}.{socket.gethostname()}.{os.getpid()}")
+def read_json(path: Path) -> dict[str, Any] | None:
+    """Return the object in a JSON file; None when it is missing, torn or no object."""
     try:
-        with partial.open("w", encoding="utf-8") as stream:
-            stream.write(text)
-            stream.flush()
-            os.fsync(stream.fileno())
-        partial.replace(path)
+        document = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return None
+    return document if isinstance(document, dict) else None
+
+
+def read_json_lines(path: Path) -> list[dict[str, Any]]:
+    """Return the objects of a JSON-lines file; lines that cannot be read are left out."""
+    try:
+        text = path.read_text(encoding="utf-8", errors="replace")
     except OSError:
-        partial.unlink(missing_ok=True)
-        raise
-    sync_folder(path.parent)
+        return []
+    found = []
+    for line in text.splitlines():
+        try:
+            document = json.loads(line)
+        except ValueError:
+            continue
+        if isinstance(document, dict):
+            found.append(document)
+    return found
 
 
-def sync_folder(path: Path) -> None:
-    """Make the names inside a folder durable (a rename alone is not)."""
-    descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
+def write_text_atomically(path: Path, text: str) -> None:
+    """Write a file so that a reader sees the old or the new content, never a part."""
+    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    with temporary.open("w", encoding="utf-8") as stream:
+        stream.write(text)
+        stream.flush()
+        os.fsync(stream.fileno())
+    temporary.replace(path)
+
+
+def write_json(path: Path, document: Mapping[str, Any]) -> None:
+    """Write an object as indented JSON, atomically."""
+    write_text_atomically(path, json.dumps(document, indent=2) + "\n")
+
+
+def append_json_line(path: Path, document: Mapping[str, Any]) -> None:
+    """Append one object to a JSON-lines file."""
+    with path.open("a", encoding="utf-8") as stream:
+        stream.write(json.dumps(document) + "\n")
+        stream.flush()
+        os.fsync(stream.fileno())
+
+
+def read_outcome(attempt: AttemptDir) -> Outcome | None:
+    """Return how the ranks left, or None when they had no time to say."""
+    document = read_json(attempt.outcome)
+    if document is None or "kind" not in document:
+        return None
+    return Outcome(
+        kind=str(document["kind"]),
+        step=int(document.get("step") or 0),
+        reason=str(document.get("reason") or ""),
+        time=document.get("time"),
+    )
+
+
+def read_failures(attempt: AttemptDir) -> list[Failure]:
+    """Return the failures of an attempt, earliest first."""
+    found = []
+    for path in sorted(attempt.failures.glob("rank-*.json")):
+        document = read_json(path)
+        if document is None or "rank" not in document:
+            continue
+        found.append(
+            Failure(
+                rank=int(document["rank"]),
+                node=str(document.get("node") or "?"),
+                time=float(document.get("time") or path.stat().st_mtime),
+                kind=document.get("kind", "exception"),
+                exception=document.get("exception"),
+                message=str(document.get("message") or ""),
+                traceback=document.get("traceback"),
+                step=document.get("step"),
+            )
+        )
+    return sorted(found, key=lambda failure: failure.time)
+
+
+def first_failure(failures: Iterable[Failure]) -> Failure | None:
+    """Return the failure that the others follow from: the earliest that does not merely report a lost peer."""
+    ordered = sorted(failures, key=lambda failure: (failure.kind == "peer-lost", failure.time))
+    return ordered[0] if ordered else None
