@@ -17,8 +17,8 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from hpjob.core.durable import sync_folder
 from hpjob.core.errors import EnvironmentProblemError, UserInputError
-from hpjob.core.run_records import sync_folder
 from hpjob.recipe.data_files import META_NAME, TOKENIZER_NAME, TOKENS_NAME, TokenFilesMeta, check_token_files, read_meta
 from hpjob.runtime.data.sources import TextFile, TextFiles, find_text, read_pieces
 
