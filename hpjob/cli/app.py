@@ -47,6 +47,9 @@ def main() -> None:
         _complain(error.message, error.hint)
         sys.exit(int(error.exit_code))
     except _UsageError as error:
+        if len(sys.argv) == 1:
+            typer.echo(error.format_message(), err=True)
+            sys.exit(int(ExitCode.USER_INPUT))
         path = error.ctx.command_path if error.ctx is not None else "hpjob"
         _complain(error.format_message(), f"`{path} --help` lists what it takes")
         sys.exit(int(ExitCode.USER_INPUT))

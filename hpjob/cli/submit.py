@@ -96,6 +96,7 @@ def _submit(prepared: Prepared, *, as_json: bool, watch: bool) -> None:
     import json
     import sys
 
+    from hpjob.cli.find_run import run_argument
     from hpjob.slurm.submit import write_and_submit
 
     job_id = write_and_submit(prepared, ["hpjob", *sys.argv[1:]])
@@ -111,4 +112,4 @@ def _submit(prepared: Prepared, *, as_json: bool, watch: bool) -> None:
 
         watch_run(run)
     elif not as_json:
-        typer.echo(f"\nnext: hpjob status {run.name} --watch    hpjob logs {run.name}", err=True)
+        typer.echo(f"\nnext: hpjob status {run_argument(run)} --watch    hpjob logs {run_argument(run)}", err=True)

@@ -160,11 +160,6 @@ class RunDir:
         return self.path / "CANCELLED"
 
     @property
-    def stop(self) -> Path:
-        """A person or agent makes it to have the ranks save and leave; the next attempt removes it."""
-        return self.path / "STOP"
-
-    @property
     def submitit(self) -> Path:
         """submitit's own files."""
         return self.path / "submitit"

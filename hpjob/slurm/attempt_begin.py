@@ -13,13 +13,12 @@ from pathlib import Path
 
 from hpjob.core.errors import EnvironmentProblemError, HpjobError, NothingFitsError, UserInputError
 from hpjob.core.run_dir import AttemptDir, RunDir
-from hpjob.core.run_records import read_json, write_json, write_text_atomically
+from hpjob.core.run_records import newest_checkpoint_step, read_json, write_json, write_text_atomically
 from hpjob.core.schema import parse
 from hpjob.plan.model import Plan
 from hpjob.slurm.job_environment import current_job, node_addresses
 from hpjob.slurm.live import refuse_second_job
 from hpjob.slurm.master_address import master_address
-from hpjob.slurm.progress import newest_checkpoint_step
 from hpjob.slurm.site import read_site
 from hpjob.slurm.submit_environment import override_warnings
 from hpjob.topology.model import Topology

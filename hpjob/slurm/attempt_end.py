@@ -9,8 +9,16 @@ from pathlib import Path
 from typing import Literal
 
 from hpjob.core.run_dir import AttemptDir, RunDir
-from hpjob.core.run_records import Failure, first_failure, read_failures, read_json, read_outcome, write_json
-from hpjob.slurm.progress import ATTEMPTS_WITHOUT_PROGRESS, newest_checkpoint_step, stuck
+from hpjob.core.run_records import (
+    Failure,
+    first_failure,
+    newest_checkpoint_step,
+    read_failures,
+    read_json,
+    read_outcome,
+    write_json,
+)
+from hpjob.slurm.progress import ATTEMPTS_WITHOUT_PROGRESS, stuck
 from hpjob.slurm.query import job_state
 from hpjob.slurm.srun_log import TaskEnd, parse_srun_log
 
@@ -115,14 +123,6 @@ def _reason_to_go_on(attempt: AttemptDir, exit_code: int, ends: list[TaskEnd]) -
     if exit_code and first and first[0].by_stop_signal and not others:
         return f"told to stop during set-up ({first[0].what})"
     return None
-
-
-def _outcome(attempt: AttemptDir) -> Outcome | None:
-    document = read_json(attempt.outcome)
-    try:
-        return None if document is None else Outcome.model_validate(document)
-    except ValueError:
-        return None
 
 
 def _read(path: Path) -> str:

@@ -139,7 +139,7 @@ def _preemption_warnings(spec: JobSpec, site: Site, partition: Partition | None,
     window_s = max(partition.grace_time_s, site.kill_wait_s, 5)
     if mode not in {"OFF", "SUSPEND", "GANG", "SUSPEND,GANG"} and save_s > window_s:
         found.append(
-            f"a preempted job has {window_s} s to save here and a save takes about {save_s:.0f} s: what was trained since "
-            "the last checkpoint may be lost; lower checkpoint.every_steps"
+            f"a preempted job has {window_s} s to save here and a save takes about {save_s:.0f} s: what was trained "
+            "since the last checkpoint may be lost; lower checkpoint.every_steps"
         )
     return found

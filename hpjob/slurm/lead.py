@@ -28,6 +28,13 @@ def measured_step_s(run: RunDir) -> float | None:
     return quantiles(times, n=20)[-1] if len(times) >= 10 else None
 
 
+def measured_save_s(run: RunDir) -> float | None:
+    """Return the longest save that the run has seen, None before the first."""
+    events = (event for attempt in run.attempt_list() for event in read_json_lines(attempt.events))
+    saves = (event for event in events if event.get("event") == "checkpoint-saved")
+    return max((float(event["duration_s"]) for event in saves if event.get("duration_s")), default=None)
+
+
 def signal_lead_s(step_s: float, save_s: float) -> int:
     """Return the seconds before the end at which the ranks are told: a step, a save, the requeue, and safety."""
     return math.ceil(step_s + save_s + REQUEUE_CALL_S + SAFETY_S)

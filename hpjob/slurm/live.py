@@ -9,8 +9,8 @@ from typing import Literal
 import psutil
 
 from hpjob.core.errors import UserInputError
-from hpjob.core.run_records import append_json_line, read_json, read_json_lines
 from hpjob.core.run_dir import AttemptDir, RunDir
+from hpjob.core.run_records import append_json_line, read_json, read_json_lines
 from hpjob.slurm.query import JobState, job_state
 
 ExecutorName = Literal["slurm", "local"]
@@ -92,13 +92,10 @@ def local_process(submission: Submission) -> psutil.Process | None:
         return None
 
 
-def live_submission(run: RunDir) -> tuple[Submission, JobState] | None:
-    """Return the newest job of a run that is alive, or None."""
-    for submission in reversed(read_submissions(run)):
-        state = submission_state(submission)
-        if state.is_live:
-            return submission, state
-    return None
+def live_submissions(run: RunDir) -> list[tuple[Submission, JobState]]:
+    """Return the jobs of a run that wait, run or still have processes, oldest first."""
+    states = [(submission, submission_state(submission)) for submission in read_submissions(run)]
+    return [(submission, state) for submission, state in states if state.is_live]
 
 
 def refuse_second_job(run: RunDir, *, job_id: str) -> None:

@@ -58,8 +58,8 @@ class LocalLauncher:
         """Start all ranks and wait for them.
 
         Returns:
-            The first exit code that is not 0 (128 + n for signal n), and the ranks that ended badly before this launcher
-            ended the rest, in the order seen.
+            The first exit code that is not 0 (128 + n for signal n), and the ranks that ended badly before
+            this launcher ended the rest, in the order seen.
         """
         write_json(attempt.launcher, {"version": 1, "pid": os.getpid()})
         hosts = attempt.hosts.read_text(encoding="utf-8").split()
@@ -68,7 +68,9 @@ class LocalLauncher:
             self._wait()
         finally:
             self._kill_all()
-        exits = [_exit(rank, host, process) for rank, (host, process) in enumerate(zip(hosts, self._ranks, strict=True))]
+        exits = [
+            _exit(rank, host, process) for rank, (host, process) in enumerate(zip(hosts, self._ranks, strict=True))
+        ]
         write_json(attempt.exits, {"version": 1, "ranks": exits})
         ends = [_task_end(rank, hosts[rank], code) for rank, code in self._ended.items() if code]
         codes = [code if code >= 0 else 128 - code for code in (process.returncode for process in self._ranks)]
@@ -89,7 +91,8 @@ class LocalLauncher:
                     stdout=log,
                     stderr=subprocess.STDOUT,
                     env=self._environment | own,
-                    preexec_fn=die_with(os.getpid()),
+                    # Safe: this process has one thread.
+                    preexec_fn=die_with(os.getpid()),  # noqa: PLW1509
                 )
             self._ranks.append(process)
 

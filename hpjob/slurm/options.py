@@ -43,10 +43,11 @@ PROTECTED: dict[str, str] = {
 }
 
 _SHORT = {
-    "A": "account", "a": "array", "b": "begin", "C": "constraint", "c": "cpus-per-task", "D": "chdir", "d": "dependency",
-    "e": "error", "F": "nodefile", "G": "gpus", "H": "hold", "i": "input", "J": "job-name", "k": "no-kill",
-    "L": "licenses", "M": "clusters", "m": "distribution", "N": "nodes", "n": "ntasks", "O": "overcommit", "o": "output",
-    "p": "partition", "q": "qos", "s": "oversubscribe", "t": "time", "W": "wait", "w": "nodelist", "x": "exclude",
+    "A": "account", "a": "array", "b": "begin", "C": "constraint", "c": "cpus-per-task", "D": "chdir",
+    "d": "dependency", "e": "error", "F": "nodefile", "G": "gpus", "H": "hold", "i": "input", "J": "job-name",
+    "k": "no-kill", "L": "licenses", "M": "clusters", "m": "distribution", "N": "nodes", "n": "ntasks",
+    "O": "overcommit", "o": "output", "p": "partition", "q": "qos", "s": "oversubscribe", "t": "time", "W": "wait",
+    "w": "nodelist", "x": "exclude",
 }  # fmt: skip
 _SHORT_FLAGS = frozenset("HkOsW")
 _LONG_NAME = re.compile(r"--([a-z][a-z0-9-]*)")

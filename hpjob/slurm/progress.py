@@ -2,17 +2,10 @@
 
 from __future__ import annotations
 
-from hpjob.core.run_records import read_json
 from hpjob.core.run_dir import RunDir
+from hpjob.core.run_records import newest_checkpoint_step, read_json
 
 ATTEMPTS_WITHOUT_PROGRESS = 3
-
-
-def newest_checkpoint_step(run: RunDir) -> int:
-    """Return the step of the newest complete checkpoint, 0 without one."""
-    folders = run.checkpoints.glob("step-*")
-    steps = (path.name.removeprefix("step-") for path in folders if (path / "manifest.json").is_file())
-    return max((int(step) for step in steps if step.isdigit()), default=0)
 
 
 def stuck(run: RunDir, job_id: str) -> bool:

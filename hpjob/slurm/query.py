@@ -150,7 +150,7 @@ def _from_sacct(job_id: str) -> JobState | None:
 def _state(
     job_id: str, state: str, reason: str, *, nodes: str = "", starts_at: str = "", time_left: str = ""
 ) -> JobState:
-    word = state.split()[0].rstrip("+") if state.split() else "?"
+    word = state.split(maxsplit=1)[0].rstrip("+") if state.split() else "?"
     phase, words = _PHASES.get(word, ("unknown", f"in Slurm's state {state}"))
     why = reason_words(reason)
     detail = f"{words}: {why}" if why and phase in {"waiting", "stopped"} else words

@@ -90,7 +90,7 @@ def read_site() -> Site:
     if not result.ok or "SLURM_VERSION" not in config:
         raise EnvironmentProblemError(
             f"no Slurm controller answers: {result.complaint}",
-            hint="`scontrol ping` shows its state; SLURM_CONF names another cluster; --executor local runs without Slurm",
+            hint="`scontrol ping` shows its state; SLURM_CONF names a cluster; --executor local runs without Slurm",
         )
     return _site(config, _read_partitions())
 
@@ -113,11 +113,11 @@ def slurm_time_s(text: str) -> int | None:
     days, *parts = match.groups()
     numbers = [int(part) for part in parts if part is not None]
     if days is not None:
-        hours, minutes, seconds = (numbers + [0, 0])[:3]
+        hours, minutes, seconds = [*numbers, 0, 0][:3]
     elif len(numbers) == 3:
         hours, minutes, seconds = numbers
     else:
-        hours, (minutes, seconds) = 0, (numbers + [0])[:2]
+        hours, (minutes, seconds) = 0, [*numbers, 0][:2]
     return ((int(days or 0) * 24 + hours) * 60 + minutes) * 60 + seconds
 
 

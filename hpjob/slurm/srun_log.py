@@ -19,7 +19,7 @@ from hpjob.core.hostlist import expand
 _TASK_LINE = re.compile(r"srun: error: (?P<node>[^\s:]+): tasks? (?P<tasks>[\d,\-\[\]]+): (?P<what>.+)")
 _NODE_FAILURE = re.compile(r"srun: error: Node failure on (?P<nodes>\S+)")
 _ABORT = re.compile(
-    r"srun: (?:Terminating|Force Terminated) (?:StepId|job step)|srun: (?:error: )?(?:Job step aborted|Timed out waiting)"
+    r"srun: (?:error: )?(?:(?:Terminating|Force Terminated) (?:StepId|job step)|Job step aborted|Timed out waiting)"
 )
 _STOP_SIGNALS = ("Terminated", "User defined signal 1", "User defined signal 2")
 

@@ -53,6 +53,21 @@ def write_and_submit(prepared: Prepared, command: Sequence[str]) -> str:
         raise
 
 
+def submit_again(prepared: Prepared, command: Sequence[str]) -> str:
+    """Submit a run whose folder exists already; return the job id.
+
+    Raises:
+        EnvironmentProblemError: The folder cannot be written.
+        SlurmRefusedError: Slurm said no.
+    """
+    try:
+        write_inputs(prepared, command)
+        prepared.run.cancelled.unlink(missing_ok=True)
+        return submit(prepared.run, prepared.executor, prepared.spec, prepared.script)
+    except OSError as error:
+        raise _unwritable(prepared.run.path, error) from None
+
+
 def write_inputs(prepared: Prepared, command: Sequence[str]) -> None:
     """Write recipe, topology, plan, specification, script, command and versions.
 
