@@ -180,7 +180,9 @@ class Run:
         attempt = self.begin(tp=tp, pp=pp, dp=dp)
         for rank in range(tp * pp * dp):
             variables = {**rank_env(attempt.dir, rank), **(env or {})}
-            process = FORKSERVER.Process(target=_be_rank, args=(self.dir.path, attempt.dir.path, rank, variables, fault))
+            process = FORKSERVER.Process(
+                target=_be_rank, args=(self.dir.path, attempt.dir.path, rank, variables, fault)
+            )
             process.start()
             attempt.ranks.append(process)
         return attempt
