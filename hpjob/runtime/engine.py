@@ -1,0 +1,205 @@
+"""The training engine: one optimizer step for any layout, with the numbers of one process."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from hpjob.core.errors import UserInputError
+from hpjob.plan.model import Axis, Plan
+from hpjob.recipe.model import Recipe
+from hpjob.runtime.mesh import Mesh
+from hpjob.runtime.model.families import family_of
+from hpjob.runtime.model.parameters import ShardedParameter, materialise, plan_cuts
+from hpjob.runtime.model.stage import DecoderStage, stage_parts
+from hpjob.runtime.optimizer.adamw import AdamW, copy_local
+from hpjob.runtime.optimizer.gradients import clip, local_squared_norm, sum_gradients
+from hpjob.runtime.optimizer.schedule import learning_rate
+from hpjob.runtime.parallel.data import COMPUTE_DTYPE, GradientSync, shard_stage
+from hpjob.runtime.parallel.vocabulary import IGNORED_LABEL
+from hpjob.runtime.pipeline.executor import Microbatch, PipelineExecutor
+from hpjob.runtime.pipeline.schedule import Schedule, build_schedule
+from hpjob.runtime.pipeline.transport import Transport
+from hpjob.runtime.support import refuse_unsupported
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Batch:
+    """What one data-parallel rank gets for one optimizer step; the same on all its pp, sp and tp ranks.
+
+    Attributes:
+        input_ids: (num_microbatches * microbatch_size, seq_length), int64.
+        labels: Same shape; ``labels[b, t]`` is the target of position t (already shifted), -100 = none.
+        position_ids: Same shape.
+    """
+
+    input_ids: Tensor
+    labels: Tensor
+    position_ids: Tensor
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class StepResult:
+    """One step's figures, equal on all ranks.
+
+    Attributes:
+        loss: Exact mean over all valid tokens of the global batch.
+        grad_norm: Before clipping, over the whole mesh.
+        num_tokens: Valid tokens of the global batch.
+        lr: Learning rate of the update.
+    """
+
+    loss: float
+    grad_norm: float
+    num_tokens: int
+    lr: float
+
+
+class Engine:
+    """Model, optimizer and pipeline of this rank.
+
+    The order of building: cut into stages, cut over tp, recomputation, FSDP2, memory and weights.
+
+    Args:
+        plan: The layout.
+        recipe: Model, optimizer, seed, number of steps.
+        mesh: From :func:`hpjob.runtime.mesh.build_mesh`.
+        device: Of this rank.
+
+    Raises:
+        UserInputError: The runtime cannot run this plan; one line a reason.
+    """
+
+    def __init__(self, plan: Plan, recipe: Recipe, mesh: Mesh, device: torch.device) -> None:
+        refuse_unsupported(plan, recipe)
+        self._plan, self._recipe, self._mesh, self._device = plan, recipe, mesh, device
+        self._rank = mesh.coordinate(Axis.PP)
+        self._schedule = build_schedule(plan.pipeline, plan.degrees.pp)
+        self.parameters: list[ShardedParameter] = []
+        """All parameters of this rank."""
+        stages = {number: self._build_stage(number) for number in self._schedule.stages_of(self._rank)}
+        self.stages: list[DecoderStage] = [stage for stage, _ in stages.values()]
+        """This rank's stages, in model order."""
+        self._executor = PipelineExecutor(self._schedule, self._rank, stages, self._transport())
+        self._tied_group = _tied_group(self._schedule, mesh) if recipe.model.tie_word_embeddings else None
+        self.optimizer = AdamW(self.parameters, recipe.optimizer)
+
+    def train_step(self, batch: Batch, step: int) -> StepResult:
+        """Run one optimizer step.
+
+        Args:
+            batch: This data-parallel rank's sequences.
+            step: 1-based; decides the learning rate.
+        """
+        loss, num_tokens = self.accumulate_gradients(batch)
+        return self.apply_gradients(loss, num_tokens, step)
+
+    def accumulate_gradients(self, batch: Batch) -> tuple[Tensor, Tensor]:
+        """Run forward and backward of all microbatches; gradients are then whole and not clipped.
+
+        Returns:
+            This rank's part of the mean loss (fp64, to be summed over all ranks) and the number of valid
+            tokens of the global batch.
+        """
+        self._check_shape(batch)
+        for item in self.parameters:
+            item.parameter.grad = None
+        num_tokens = self._count_tokens(batch)
+        microbatches = list(self._microbatches(batch))
+        loss = self._executor.run(microbatches, 1.0 / num_tokens.clamp(min=1).float())
+        sum_gradients([p for p in self.parameters if p.partial_over_tp], self._mesh.group(Axis.TP))
+        if self._tied_group is not None:
+            sum_gradients([p for p in self.parameters if p.is_embedding], self._tied_group)
+        counted = loss is not None and self._mesh.coordinate(Axis.TP) == 0
+        part = loss.double() if loss is not None and counted else torch.zeros((), dtype=torch.float64)
+        return part.to(self._device), num_tokens
+
+    def apply_gradients(self, loss: Tensor, num_tokens: Tensor, step: int) -> StepResult:
+        """Clip over the whole mesh and update; arguments as :meth:`accumulate_gradients` returns them."""
+        sums = torch.stack([loss, local_squared_norm(self.parameters, self._device)])
+        dist.all_reduce(sums)
+        norm = sums[1].sqrt()
+        clip(self.parameters, norm, self._recipe.optimizer.max_norm)
+        lr = learning_rate(self._recipe.optimizer, step, self._recipe.training.steps)
+        self.optimizer.step(lr)
+        figures = torch.stack([sums[0], norm, num_tokens.double()]).tolist()
+        return StepResult(loss=figures[0], grad_norm=figures[1], num_tokens=int(figures[2]), lr=lr)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return weights and optimizer state under global names, as DTensors that say how they are cut.
+
+        Tensors are the live ones: torch's distributed checkpoint saves them from any mesh and fills them
+        in place on any other mesh.
+        """
+        weights = {item.name: item.parameter.detach() for item in self.parameters}
+        return {**weights, **self.optimizer.state_dict()}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Take over a state of the form of :meth:`state_dict`, usually that very one, filled in place.
+
+        Raises:
+            KeyError: A parameter or moment of this rank is missing.
+        """
+        with torch.no_grad():
+            for item in self.parameters:
+                copy_local(item.local, state[item.name])
+            self.optimizer.load_state_dict(state)
+
+    def _build_stage(self, number: int) -> tuple[DecoderStage, GradientSync]:
+        plan, recipe, mesh = self._plan, self._recipe, self._mesh
+        part = stage_parts(plan.pipeline.layers_per_stage)[number]
+        stage = DecoderStage(family_of(recipe.model.model_type), recipe.model, part, plan, mesh.tp_mesh)
+        cuts = plan_cuts(stage, mesh)
+        shard_stage(stage, plan, mesh)
+        self.parameters += materialise(stage, cuts, mesh, self._device, seed=recipe.training.seed)
+        stage.make_rotary(self._device)
+        return stage, GradientSync(stage, plan)
+
+    def _transport(self) -> Transport:
+        plan = self._plan
+        shape = (plan.pipeline.microbatch_size, plan.seq_length, self._recipe.model.hidden_size)
+        return Transport(
+            self._schedule, self._mesh, shape=shape, dtype=COMPUTE_DTYPE[plan.precision], device=self._device
+        )
+
+    def _check_shape(self, batch: Batch) -> None:
+        pipeline = self._plan.pipeline
+        expected = (pipeline.num_microbatches * pipeline.microbatch_size, self._plan.seq_length)
+        for name in ("input_ids", "labels", "position_ids"):
+            found = tuple(getattr(batch, name).shape)
+            if found != expected:
+                raise UserInputError(
+                    f"batch.{name} has shape {found}, the plan needs {expected}",
+                    hint="give num_microbatches * microbatch_size sequences of seq_length tokens",
+                )
+
+    def _count_tokens(self, batch: Batch) -> Tensor:
+        count = (batch.labels != IGNORED_LABEL).sum().to(self._device)
+        counts_here = self._rank == 0 and self._mesh.coordinate(Axis.TP) == 0
+        total = count if counts_here else torch.zeros_like(count)
+        dist.all_reduce(total)
+        return total
+
+    def _microbatches(self, batch: Batch) -> Iterator[Microbatch]:
+        size = self._plan.pipeline.microbatch_size
+        parts = [
+            torch.split(tensor.to(self._device, non_blocking=True), size)
+            for tensor in (batch.input_ids, batch.labels, batch.position_ids)
+        ]
+        for input_ids, labels, position_ids in zip(*parts, strict=True):
+            yield Microbatch(input_ids=input_ids, labels=labels, position_ids=position_ids)
+
+
+def _tied_group(schedule: Schedule, mesh: Mesh) -> dist.ProcessGroup | None:
+    """Return the group of first and last stage, which hold the two copies of a tied embedding."""
+    first, last = schedule.stage_rank[0], schedule.stage_rank[-1]
+    if first == last or mesh.coordinate(Axis.PP) not in (first, last):
+        return None
+    ranks = mesh.ranks(Axis.PP)
+    group: dist.ProcessGroup = dist.new_group([ranks[first], ranks[last]], use_local_synchronization=True)
+    return group

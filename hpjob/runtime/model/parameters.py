@@ -1,0 +1,164 @@
+"""Parameters of this rank with everything that optimizer, clipping and checkpoints ask about them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor, Shard
+
+from hpjob.core.errors import UserInputError
+from hpjob.plan.model import Axis
+from hpjob.runtime.mesh import Mesh
+from hpjob.runtime.model.initial import initial_region
+from hpjob.runtime.model.stage import EMBEDDING, DecoderStage
+from hpjob.runtime.parallel.data import parameter_shard_dim
+from hpjob.runtime.parallel.linear import SharedHeadLinear
+from hpjob.runtime.parallel.region import Region
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ShardedParameter:
+    """One parameter as this rank holds it.
+
+    Attributes:
+        name: Global name.
+        parameter: fp32 master shard, a DTensor.
+        region: The part of the whole tensor that lies here.
+        counted: Whether this rank's copy is the one that counts in sums over the whole mesh.
+        partial_over_tp: Its gradient is this rank's share and needs a sum over the tensor-parallel group.
+        tied_copy: A head on the last stage that is one with the embedding on the first.
+    """
+
+    name: str
+    parameter: nn.Parameter
+    region: Region
+    counted: bool
+    partial_over_tp: bool
+    tied_copy: bool
+
+    @property
+    def decays(self) -> bool:
+        """Weight decay acts on matrices, not on norm gains and biases."""
+        return len(self.region.shape) > 1
+
+    @property
+    def is_embedding(self) -> bool:
+        """The token embedding, or the head that is one with it."""
+        return self.name == EMBEDDING
+
+    @property
+    def local(self) -> Tensor:
+        """The shard itself; shares memory with the parameter."""
+        return _local(self.parameter.detach())
+
+    @property
+    def local_gradient(self) -> Tensor | None:
+        """The gradient's shard, or None when nothing reached this parameter."""
+        gradient = self.parameter.grad
+        return None if gradient is None else _local(gradient)
+
+    def like(self, local: Tensor) -> Tensor:
+        """Describe another local tensor as cut like this parameter."""
+        parameter = self.parameter
+        if not isinstance(parameter, DTensor):
+            return local
+        return DTensor.from_local(
+            local,
+            parameter.device_mesh,
+            parameter.placements,
+            run_check=False,
+            shape=parameter.shape,
+            stride=parameter.stride(),
+        )
+
+
+def _local(tensor: Tensor) -> Tensor:
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+@dataclass(frozen=True, slots=True)
+class _Cut:
+    region: Region
+    over_tp: bool
+    partial_over_tp: bool
+
+
+def plan_cuts(stage: DecoderStage, mesh: Mesh) -> dict[str, _Cut]:
+    """Return the region of every parameter of a stage that FSDP2 has not sharded yet.
+
+    Raises:
+        UserInputError: A parameter cannot be cut evenly enough to be described.
+    """
+    shared = {
+        id(parameter)
+        for module in stage.modules()
+        if isinstance(module, SharedHeadLinear)
+        for parameter in module.parameters(recurse=False)
+    }
+    cuts = {}
+    for name, parameter in stage.named_parameters():
+        region = Region.whole(tuple(parameter.shape))
+        dim = parameter_shard_dim(parameter, mesh.shard_size)
+        over_tp = isinstance(parameter, DTensor)
+        if isinstance(parameter, DTensor):
+            (placement,) = parameter.placements
+            if isinstance(placement, Shard):
+                region = region.chunk(placement.dim, mesh.degrees.tp, mesh.coordinate(Axis.TP))
+                _refuse_doubly_uneven(name, parameter, placement.dim, dim, mesh)
+        region = region.chunk(dim, mesh.shard_size, mesh.shard_rank)
+        cuts[name] = _Cut(region, over_tp, id(parameter) in shared)
+    return cuts
+
+
+def _refuse_doubly_uneven(name: str, parameter: DTensor, tp_dim: int, dp_dim: int, mesh: Mesh) -> None:
+    both = mesh.degrees.tp * mesh.shard_size
+    if tp_dim == dp_dim and mesh.shard_size > 1 and parameter.shape[tp_dim] % both:
+        raise UserInputError(
+            f"{name} of shape {tuple(parameter.shape)} cannot be cut over tp {mesh.degrees.tp} and then over "
+            f"{mesh.shard_size} data-parallel shards",
+            hint=f"use zero_stage 0, a hidden_size that divides by {mesh.shard_size}, "
+            f"or a vocab_size that divides by {both}",
+        )
+
+
+def materialise(
+    stage: DecoderStage, cuts: dict[str, _Cut], mesh: Mesh, device: torch.device, *, seed: int
+) -> list[ShardedParameter]:
+    """Give a sharded stage memory and its initial weights, one parameter at a time.
+
+    Args:
+        stage: On the meta device, after FSDP2.
+        cuts: From :func:`plan_cuts`.
+        mesh: The mesh of the run.
+        device: Where the shards live.
+        seed: Seed of the run.
+    """
+    stage.to_empty(device=device)
+    result = []
+    first_copy = mesh.replicate_rank == 0
+    for name, (global_name, parameter) in zip(cuts, stage.global_parameters(), strict=True):
+        cut = cuts[name]
+        tied_copy = global_name == EMBEDDING != name
+        result.append(
+            ShardedParameter(
+                name=global_name,
+                parameter=parameter,
+                region=cut.region,
+                counted=first_copy and (cut.over_tp or mesh.coordinate(Axis.TP) == 0) and not tied_copy,
+                partial_over_tp=cut.partial_over_tp,
+                tied_copy=tied_copy,
+            )
+        )
+        _fill(result[-1], seed=seed, std=stage.shape.initializer_range)
+    return result
+
+
+def _fill(item: ShardedParameter, *, seed: int, std: float) -> None:
+    region = item.region
+    local = item.local
+    if tuple(local.shape) != region.sizes:
+        raise RuntimeError(f"{item.name}: shard has shape {tuple(local.shape)}, expected {region.sizes}")
+    with torch.no_grad():
+        local.copy_(initial_region(item.name, region.shape, region.offsets, region.sizes, seed=seed, std=std))

@@ -1,0 +1,161 @@
+"""One pipeline stage: some decoder layers, and embedding or head at the ends.
+
+Submodules carry the names of a transformers causal language model, so parameter names are global:
+``model.layers.3.mlp.up_proj.weight`` is the same parameter on whatever rank it lies.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.utils.checkpoint import checkpoint
+
+from hpjob.plan.model import Plan
+from hpjob.recipe.model import ModelShape
+from hpjob.runtime.model.attention import RECOMPUTE_ATTRIBUTE
+from hpjob.runtime.model.families import Family
+from hpjob.runtime.model.placement import place_layer
+from hpjob.runtime.parallel.collectives import copy_to_group
+from hpjob.runtime.parallel.linear import ColumnParallelLinear, local_tensor
+from hpjob.runtime.parallel.region import chunk_bounds
+from hpjob.runtime.parallel.vocabulary import VocabularyParallelEmbedding, cross_entropy_sum
+
+EMBEDDING = "model.embed_tokens.weight"
+HEAD = "lm_head.weight"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class StagePart:
+    """What a stage holds of the whole model."""
+
+    index: int
+    layers: range
+    is_first: bool
+    is_last: bool
+
+
+def stage_parts(layers_per_stage: Sequence[int]) -> list[StagePart]:
+    """Return the part of every stage, in model order."""
+    parts = []
+    begin = 0
+    for index, count in enumerate(layers_per_stage):
+        parts.append(
+            StagePart(
+                index=index,
+                layers=range(begin, begin + count),
+                is_first=index == 0,
+                is_last=index == len(layers_per_stage) - 1,
+            )
+        )
+        begin += count
+    return parts
+
+
+class DecoderStage(nn.Module):
+    """A stage on the meta device, cut over the tensor-parallel group.
+
+    Args:
+        family: Classes and placements.
+        shape: The whole model's shape.
+        part: Layers and ends that this stage holds.
+        plan: Recomputation policy.
+        tp_mesh: The tensor-parallel axis.
+    """
+
+    def __init__(self, family: Family, shape: ModelShape, part: StagePart, plan: Plan, tp_mesh: DeviceMesh) -> None:
+        super().__init__()
+        self.part = part
+        self.shape = shape
+        self.tp_group = tp_mesh.get_group()
+        self.tied = shape.tie_word_embeddings
+        self.recompute_every = plan.recompute_every_kth_layer if plan.recompute == "full" else 0
+        self.vocab_begin, _ = chunk_bounds(shape.vocab_size, tp_mesh.size(), tp_mesh.get_local_rank())
+        self._family = family
+        self._config = family.config(shape)
+        self.model = nn.Module()
+        with torch.device("meta"):
+            layers = {str(i): family.layer(self._config, i) for i in part.layers}
+            self.model.layers = nn.ModuleDict(layers)
+            if part.is_first:
+                self.model.embed_tokens = VocabularyParallelEmbedding(
+                    shape.vocab_size, shape.hidden_size, tp_mesh=tp_mesh
+                )
+            if part.is_last:
+                self.model.norm = family.norm(self._config)
+                if not (self.tied and part.is_first):
+                    self.lm_head = ColumnParallelLinear(
+                        shape.hidden_size, shape.vocab_size, bias=False, tp_mesh=tp_mesh
+                    )
+        for layer in layers.values():
+            place_layer(layer, family, shape, tp_mesh)
+            setattr(layer.self_attn, RECOMPUTE_ATTRIBUTE, plan.recompute == "selective")
+
+    def make_rotary(self, device: torch.device) -> None:
+        """Make the rotary buffers; they are computed, not loaded, and need a real device."""
+        with device:
+            self.rotary = self._family.rotary(self._config)
+
+    @property
+    def decoder_layers(self) -> list[nn.Module]:
+        """This stage's decoder layers, in model order."""
+        return list(self.model.layers.values())  # type: ignore[operator]
+
+    def global_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
+        """Yield parameters by global name; a tied head on another stage carries the embedding's name."""
+        for name, parameter in self.named_parameters():
+            yield (EMBEDDING if self.tied and name == HEAD else name), parameter
+
+    def forward(self, inputs: Tensor, position_ids: Tensor) -> Tensor:
+        """Run the stage.
+
+        Args:
+            inputs: Token ids (batch, seq) on the first stage, else hidden states (batch, seq, hidden).
+            position_ids: (batch, seq).
+
+        Returns:
+            Hidden states, or on the last stage this rank's chunk of the logits (batch, seq, vocab chunk).
+        """
+        hidden: Tensor = self.model.embed_tokens(inputs) if self.part.is_first else inputs  # type: ignore[operator]
+        positions = self.rotary(hidden, position_ids)
+        for number, layer in enumerate(self.decoder_layers):
+            recompute = bool(self.recompute_every) and number % self.recompute_every == 0
+            hidden = _run_layer(layer, hidden, position_ids, positions, recompute=recompute and self.training)
+        return self._logits(hidden) if self.part.is_last else hidden
+
+    def loss_sum(self, logits: Tensor, labels: Tensor) -> Tensor:
+        """Return the sum of the token losses of one microbatch, fp32."""
+        return cross_entropy_sum(logits, labels, begin=self.vocab_begin, group=self.tp_group)
+
+    def _logits(self, hidden: Tensor) -> Tensor:
+        hidden = copy_to_group(self.model.norm(hidden), self.tp_group)  # type: ignore[operator]
+        if self.tied and self.part.is_first:
+            return F.linear(hidden, local_tensor(self.model.embed_tokens.weight))  # type: ignore[union-attr,arg-type]
+        logits: Tensor = self.lm_head(hidden)
+        return logits
+
+
+def _run_layer(
+    layer: Callable[..., Any],
+    hidden: Tensor,
+    position_ids: Tensor,
+    position_embeddings: tuple[Tensor, Tensor],
+    *,
+    recompute: bool,
+) -> Tensor:
+    arguments: dict[str, Any] = {
+        "position_ids": position_ids,
+        "position_embeddings": position_embeddings,
+        "attention_mask": None,
+    }
+    if recompute:
+        output = checkpoint(layer, hidden, use_reentrant=False, preserve_rng_state=False, **arguments)
+    else:
+        output = layer(hidden, **arguments)
+    result: Tensor = output[0] if isinstance(output, tuple) else output
+    return result

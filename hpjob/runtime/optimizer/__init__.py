@@ -1,0 +1,1 @@
+"""AdamW on local shards, its schedule, and clipping over the whole mesh."""

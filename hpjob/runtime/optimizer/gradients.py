@@ -1,0 +1,45 @@
+"""What happens to gradients between the last backward pass and the update."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from hpjob.runtime.model.parameters import ShardedParameter
+
+
+def sum_gradients(items: Sequence[ShardedParameter], group: dist.ProcessGroup) -> None:
+    """Sum the gradients of some parameters over a group, in one collective, in place.
+
+    All ranks of the group must hold the same parameters, cut the same way.
+    """
+    gradients = [gradient for item in items if (gradient := item.local_gradient) is not None]
+    if not gradients or group.size() == 1:
+        return
+    flat = torch.cat([gradient.flatten() for gradient in gradients])
+    dist.all_reduce(flat, group=group)
+    for gradient, part in zip(gradients, torch.split(flat, [g.numel() for g in gradients]), strict=True):
+        gradient.copy_(part.view_as(gradient))
+
+
+def local_squared_norm(items: Sequence[ShardedParameter], device: torch.device) -> Tensor:
+    """Return the squared norm of the gradients that this rank counts, fp64.
+
+    Summed over all ranks it is the squared norm of the whole model: a parameter that several ranks hold
+    is counted by one of them.
+    """
+    counted = [g for item in items if item.counted and (g := item.local_gradient) is not None and g.numel()]
+    if not counted:
+        return torch.zeros((), dtype=torch.float64, device=device)
+    return torch.stack(torch._foreach_norm(counted)).double().square().sum().to(device)
+
+
+def clip(items: Sequence[ShardedParameter], norm: Tensor, max_norm: float) -> None:
+    """Scale all gradients so that their global norm is at most ``max_norm``; 0 = never."""
+    gradients = [gradient for item in items if (gradient := item.local_gradient) is not None]
+    if max_norm and gradients:
+        scale = (max_norm / (norm + 1e-6)).clamp(max=1.0).float()
+        torch._foreach_mul_(gradients, scale)

@@ -1,0 +1,1 @@
+"""Parallel layers and gradient handling, on local tensors."""

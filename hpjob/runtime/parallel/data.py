@@ -1,0 +1,103 @@
+"""Data parallelism and ZeRO through FSDP2, and when gradients are synchronised.
+
+===== ================ ====================== =============== ============================
+stage mesh             gradients reduced      parameters      held between microbatches
+===== ================ ====================== =============== ============================
+0     replicate        after the last one     copied          parameters, gradients
+1     shard            after the last one     sharded, fp32   whole parameters, gradients
+2     shard            after every one        sharded, fp32   whole parameters
+3     shard            after every one        sharded, fp32   shards only
+===== ================ ====================== =============== ============================
+
+Gradients are summed, never averaged: the loss is already divided by the global number of tokens.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import nn
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import DTensor, Shard
+
+from hpjob.plan.model import Plan
+from hpjob.recipe.model import Precision
+from hpjob.runtime.mesh import Mesh
+from hpjob.runtime.model.stage import DecoderStage
+
+COMPUTE_DTYPE: dict[Precision, torch.dtype] = {
+    "fp32": torch.float32,
+    "bf16": torch.bfloat16,
+}
+"""Dtype of activations and of gathered parameters; shards and reductions are fp32."""
+
+
+def shard_dim(local_shape: torch.Size, *, tp_dim: int | None, tp_even: bool, parts: int) -> int:
+    """Return the dim that FSDP2 cuts: 0, or 1 where two uneven cuts of dim 0 could not be described.
+
+    Args:
+        local_shape: Shape after the tensor-parallel cut.
+        tp_dim: Dim of that cut; None = not cut.
+        tp_even: Whether all tensor-parallel ranks have the same shape and it divides by ``parts``.
+        parts: Number of shards.
+    """
+    doubly_uneven = tp_dim == 0 and not tp_even and parts > 1
+    return 1 if doubly_uneven and len(local_shape) > 1 and local_shape[1] % parts == 0 else 0
+
+
+def shard_stage(stage: DecoderStage, plan: Plan, mesh: Mesh) -> None:
+    """Apply FSDP2 to a stage on the meta device: one unit a decoder layer, one for the rest."""
+    policy = MixedPrecisionPolicy(
+        param_dtype=COMPUTE_DTYPE[plan.precision], reduce_dtype=torch.float32, cast_forward_inputs=False
+    )
+
+    def placement(parameter: nn.Parameter) -> Shard:
+        return Shard(parameter_shard_dim(parameter, mesh.shard_size))
+
+    for module in (*stage.decoder_layers, stage):
+        fully_shard(
+            module,
+            mesh=mesh.fsdp_mesh,
+            reshard_after_forward=plan.zero_stage == 3,
+            mp_policy=policy,
+            shard_placement_fn=placement,
+        )
+    for unit in fsdp_units(stage):
+        unit.set_gradient_divide_factor(1.0)
+        # A divide factor otherwise becomes a pre-multiplied sum, which gloo refuses.
+        unit.set_force_sum_reduction_for_comms(True)
+
+
+def parameter_shard_dim(parameter: nn.Parameter, parts: int) -> int:
+    """Return the dim along which FSDP2 is to cut a parameter that is not sharded yet."""
+    if not isinstance(parameter, DTensor):
+        return 0
+    tp_placement = parameter.placements[0]
+    tp_dim = tp_placement.dim if isinstance(tp_placement, Shard) else None
+    tp_even = tp_dim is None or parameter.shape[tp_dim] % (parameter.device_mesh.size() * parts) == 0
+    return shard_dim(parameter.to_local().shape, tp_dim=tp_dim, tp_even=tp_even, parts=parts)
+
+
+def fsdp_units(stage: nn.Module) -> list[FSDPModule]:
+    """Return the FSDP2 units of a stage."""
+    return [module for module in stage.modules() if isinstance(module, FSDPModule)]
+
+
+class GradientSync:
+    """Tells the FSDP2 units of a stage before each backward pass whether to reduce and to reshard."""
+
+    def __init__(self, stage: nn.Module, plan: Plan) -> None:
+        self._units = fsdp_units(stage)
+        self._root = self._units[0]
+        self._every = plan.zero_stage >= 2
+        self._reshard_every = plan.zero_stage == 3
+        self._last: bool | None = None
+
+    def before_backward(self, *, last: bool) -> None:
+        """Prepare for one backward pass; ``last`` = the stage's last of this step."""
+        if last is self._last:
+            return
+        self._last = last
+        self._root.set_is_last_backward(last)
+        for unit in self._units:
+            unit.set_requires_gradient_sync(last or self._every, recurse=False)
+            unit.set_reshard_after_backward(last or self._reshard_every, recurse=False)

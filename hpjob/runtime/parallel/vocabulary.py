@@ -1,0 +1,92 @@
+"""Embedding, head and cross entropy with the vocabulary cut over the tensor-parallel group.
+
+Any vocabulary size works: chunks are those of ``torch.chunk``, so a rank may hold a short or an
+empty one.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.autograd import Function
+from torch.distributed.device_mesh import DeviceMesh
+
+from hpjob.runtime.parallel.collectives import all_reduce, reduce_from_group
+from hpjob.runtime.parallel.linear import cut_parameter, local_tensor
+from hpjob.runtime.parallel.region import chunk_bounds
+
+IGNORED_LABEL = -100
+"""Label of a position that has no target; torch's and transformers' convention."""
+
+
+class VocabularyParallelEmbedding(nn.Module):
+    """Token embedding; each rank looks up the tokens of its chunk, the sum over ranks is whole."""
+
+    def __init__(self, vocab_size: int, hidden_size: int, *, tp_mesh: DeviceMesh) -> None:
+        super().__init__()
+        self.group = tp_mesh.get_group()
+        self.begin, self.end = chunk_bounds(vocab_size, tp_mesh.size(), tp_mesh.get_local_rank())
+        self.weight = cut_parameter((vocab_size, hidden_size), 0, tp_mesh)
+
+    def forward(self, input_ids: Tensor) -> Tensor:
+        """Map token ids (batch, seq) to (batch, seq, hidden)."""
+        weight = local_tensor(self.weight)
+        if self.group.size() == 1:
+            return F.embedding(input_ids, weight)
+        elsewhere = (input_ids < self.begin) | (input_ids >= self.end)
+        if self.begin == self.end:
+            found = weight.new_zeros(*input_ids.shape, weight.shape[1]) + weight.sum()
+        else:
+            found = F.embedding((input_ids - self.begin).masked_fill(elsewhere, 0), weight)
+        return reduce_from_group(found.masked_fill(elsewhere.unsqueeze(-1), 0.0), self.group)
+
+
+class _CrossEntropy(Function):
+    """Per-token loss from logits cut along the vocabulary; two collectives forward, none backward."""
+
+    @staticmethod
+    def forward(ctx: Any, logits: Tensor, labels: Tensor, begin: int, group: dist.ProcessGroup) -> Tensor:
+        values = logits.float()
+        size = values.shape[1]
+        top = values.amax(1) if size else values.new_full((len(values),), -torch.inf)
+        dist.all_reduce(top, op=dist.ReduceOp.MAX, group=group)
+        exponentials = (values - top.unsqueeze(1)).exp_()
+        local = labels - begin
+        here = (local >= 0) & (local < size)
+        index = local.masked_fill(~here, 0).unsqueeze(1)
+        picked = values.gather(1, index).squeeze(1) - top if size else torch.zeros_like(top)
+        sums = all_reduce(torch.stack([exponentials.sum(1), picked.masked_fill(~here, 0.0)]), group)
+        valid = labels != IGNORED_LABEL
+        ctx.save_for_backward(exponentials.div_(sums[0].unsqueeze(1)), index, here, valid)
+        ctx.dtype = logits.dtype
+        return (sums[0].log() - sums[1]).masked_fill(~valid, 0.0)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None, None]:
+        probabilities, index, here, valid = ctx.saved_tensors
+        scale = gradient.masked_fill(~valid, 0.0).unsqueeze(1)
+        out = probabilities * scale
+        if out.shape[1]:
+            out.scatter_add_(1, index, -scale * here.unsqueeze(1))
+        return out.to(ctx.dtype), None, None, None
+
+
+def cross_entropy_sum(logits: Tensor, labels: Tensor, *, begin: int, group: dist.ProcessGroup) -> Tensor:
+    """Return the sum of the token losses in fp32, equal on all ranks of the group.
+
+    Args:
+        logits: (batch, seq, this rank's chunk of the vocabulary).
+        labels: (batch, seq), global token ids; :data:`IGNORED_LABEL` counts nothing.
+        begin: First token id of the chunk.
+        group: The tensor-parallel group.
+    """
+    flat = logits.flatten(0, 1)
+    targets = labels.flatten()
+    if group.size() == 1:
+        return F.cross_entropy(flat.float(), targets, ignore_index=IGNORED_LABEL, reduction="sum")
+    losses: Tensor = _CrossEntropy.apply(flat, targets, begin, group)  # type: ignore[no-untyped-call]
+    return losses.sum()

@@ -1,0 +1,1 @@
+"""Any layout against one plain process: the same losses, gradients and weights."""

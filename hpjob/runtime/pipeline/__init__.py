@@ -1,0 +1,1 @@
+"""Pipeline schedules as tables of actions, and what runs them."""

@@ -1,0 +1,138 @@
+"""Runs one rank's table of a pipeline schedule: forward, backward, and the messages between."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from hpjob.runtime.model.stage import DecoderStage
+from hpjob.runtime.parallel.data import GradientSync
+from hpjob.runtime.pipeline.schedule import Action, Kind, Schedule
+from hpjob.runtime.pipeline.transport import Transport
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Microbatch:
+    """Part of a batch that goes through the pipeline at once; all (microbatch_size, seq)."""
+
+    input_ids: Tensor
+    labels: Tensor
+    position_ids: Tensor
+
+
+@dataclass(slots=True)
+class _StageState:
+    """One stage and what is in flight on it."""
+
+    module: DecoderStage
+    sync: GradientSync
+    backwards_left: int = 0
+    saved: dict[int, tuple[Tensor | None, Tensor]] = field(default_factory=dict)
+    """Microbatch -> input that wants a gradient, output."""
+
+
+class PipelineExecutor:
+    """Runs this rank's stages through one optimizer step.
+
+    Args:
+        schedule: All ranks' tables.
+        rank: This rank's position on the pp axis.
+        stages: Stage number -> module and its gradient synchronisation.
+        transport: Carries tensors to and from other ranks.
+    """
+
+    def __init__(
+        self,
+        schedule: Schedule,
+        rank: int,
+        stages: Mapping[int, tuple[DecoderStage, GradientSync]],
+        transport: Transport,
+    ) -> None:
+        self._schedule = schedule
+        self._rank = rank
+        self._table = schedule.actions[rank]
+        self._stages = {number: _StageState(*pair) for number, pair in stages.items()}
+        self._transport = transport
+        self._handed: dict[Action, Tensor] = {}
+        self._loss_sum: Tensor | None = None
+
+    def run(self, microbatches: Sequence[Microbatch], loss_scale: Tensor) -> Tensor | None:
+        """Accumulate the gradients of one step.
+
+        Args:
+            microbatches: As many as the schedule has; equal on all ranks of a pipeline.
+            loss_scale: Scalar tensor that multiplies the summed loss: one over the global number of tokens.
+
+        Returns:
+            The scaled loss of these microbatches on the rank of the last stage, else None.
+        """
+        self._loss_sum = None
+        for state in self._stages.values():
+            state.backwards_left = self._schedule.num_microbatches
+        self._transport.begin_step()
+        for position, action in enumerate(self._table):
+            for ahead in self._table[position : position + 2]:
+                self._expect_input(ahead)
+            if action.kind is Kind.FORWARD:
+                self._forward(action, microbatches[action.microbatch], loss_scale)
+            else:
+                self._backward(action)
+        self._transport.end_step()
+        return self._loss_sum
+
+    def _source(self, action: Action) -> Action | None:
+        """Return the action on a neighbouring stage that makes this one's input."""
+        for needed in self._schedule.requires(action):
+            if needed.stage != action.stage:
+                return needed
+        return None
+
+    def _expect_input(self, action: Action) -> None:
+        source = self._source(action)
+        if source is not None and self._schedule.stage_rank[source.stage] != self._rank:
+            self._transport.expect(source)
+
+    def _take_input(self, action: Action) -> Tensor | None:
+        source = self._source(action)
+        if source is None:
+            return None
+        if self._schedule.stage_rank[source.stage] == self._rank:
+            return self._handed.pop(source)
+        return self._transport.receive(source)
+
+    def _pass_on(self, action: Action, result: Tensor) -> None:
+        target = action.stage + (1 if action.kind is Kind.FORWARD else -1)
+        if self._schedule.stage_rank[target] == self._rank:
+            self._handed[action] = result
+        else:
+            self._transport.send(action, result)
+
+    def _forward(self, action: Action, microbatch: Microbatch, loss_scale: Tensor) -> None:
+        state = self._stages[action.stage]
+        received = self._take_input(action)
+        if received is not None:
+            received.requires_grad_(True)
+        inputs = microbatch.input_ids if received is None else received
+        output = state.module(inputs, microbatch.position_ids)
+        if state.module.part.is_last:
+            output = state.module.loss_sum(output, microbatch.labels) * loss_scale
+            loss = output.detach()
+            self._loss_sum = loss if self._loss_sum is None else self._loss_sum + loss
+        else:
+            self._pass_on(action, output.detach())
+        state.saved[action.microbatch] = (received, output)
+
+    def _backward(self, action: Action) -> None:
+        state = self._stages[action.stage]
+        gradient = self._take_input(action)
+        inputs, output = state.saved.pop(action.microbatch)
+        state.backwards_left -= 1
+        state.sync.before_backward(last=state.backwards_left == 0)
+        torch.autograd.backward(output, gradient)
+        if inputs is not None:
+            if inputs.grad is None:
+                raise RuntimeError(f"no gradient reached the input of {action}")
+            self._pass_on(action, inputs.grad)

@@ -1,0 +1,70 @@
+"""What this runtime cannot run, said before anything is built."""
+
+from __future__ import annotations
+
+from hpjob.core.errors import UserInputError
+from hpjob.plan.model import Plan
+from hpjob.recipe.model import Recipe
+
+
+def unsupported(plan: Plan, recipe: Recipe) -> list[str]:
+    """Return one sentence for everything in a plan that this runtime cannot run."""
+    return [*_unsupported_switches(plan), *_unsupported_shapes(plan, recipe)]
+
+
+def refuse_unsupported(plan: Plan, recipe: Recipe) -> None:
+    """Raise for a plan that this runtime cannot run.
+
+    Raises:
+        UserInputError: One line a reason.
+    """
+    reasons = unsupported(plan, recipe)
+    if reasons:
+        raise UserInputError("\n".join(reasons), hint="change the parallel section of the recipe")
+
+
+def _unsupported_switches(plan: Plan) -> list[str]:
+    degrees = plan.degrees
+    reasons = []
+    if degrees.sp > 1 or plan.sequence_parallelism_mode:
+        reasons.append(f"sequence parallelism ({plan.sequence_parallelism_mode or 'sp > 1'}) is not supported")
+    if degrees.ep > 1:
+        reasons.append("expert parallelism is not supported")
+    if plan.precision == "fp16":
+        reasons.append("precision fp16 is not supported, use bf16 or fp32")
+    if plan.cpu_offload:
+        reasons.append("cpu_offload is not supported")
+    if degrees.pp > 1 and plan.pipeline.style != "1f1b":
+        reasons.append(f"pipeline style {plan.pipeline.style} is not supported, use 1f1b")
+    if plan.pipeline.num_model_chunks > 1:
+        reasons.append("more than one model chunk per pipeline rank is not supported")
+    return reasons
+
+
+def _unsupported_shapes(plan: Plan, recipe: Recipe) -> list[str]:
+    tp = plan.degrees.tp
+    shape = recipe.model
+    reasons = []
+    if shape.num_attention_heads % tp:
+        reasons.append(f"num_attention_heads {shape.num_attention_heads} does not divide by tp {tp}")
+    if shape.num_key_value_heads % tp and tp % shape.num_key_value_heads:
+        reasons.append(
+            f"num_key_value_heads {shape.num_key_value_heads} and tp {tp}: neither is a multiple of the other"
+        )
+    if shape.intermediate_size % tp:
+        reasons.append(f"intermediate_size {shape.intermediate_size} does not divide by tp {tp}")
+    if shape.vocab_size < tp:
+        reasons.append(f"vocab_size {shape.vocab_size} is smaller than tp {tp}")
+    expected = plan.degrees.dp * plan.pipeline.num_microbatches * plan.pipeline.microbatch_size
+    if plan.global_batch_size != expected:
+        reasons.append(
+            f"global_batch_size {plan.global_batch_size} is not dp {plan.degrees.dp} x "
+            f"{plan.pipeline.num_microbatches} microbatches x {plan.pipeline.microbatch_size} = {expected}"
+        )
+    stages = plan.degrees.pp * plan.pipeline.num_model_chunks
+    layers = plan.pipeline.layers_per_stage
+    if len(layers) != stages or sum(layers) != shape.num_hidden_layers or min(layers) < 1:
+        reasons.append(
+            f"layers_per_stage {list(layers)} does not split {shape.num_hidden_layers} layers over {stages} stages"
+        )
+    return reasons
