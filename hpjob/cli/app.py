@@ -7,6 +7,7 @@ import sys
 import typer
 
 import hpjob
+from hpjob.cli import data
 from hpjob.core.errors import ExitCode, HpjobError
 
 app = typer.Typer(
@@ -17,6 +18,9 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
+
+
+data.register(app)
 
 
 def _version(value: bool) -> None:

@@ -7,7 +7,7 @@
                    failures/rank-00000.json,outcome.json}
     metrics.jsonl
     checkpoints/step-00000100/{data/,manifest.json}
-    FINISHED CANCELLED
+    FINISHED CANCELLED STOP
 """
 
 from __future__ import annotations
@@ -123,6 +123,11 @@ class RunDir:
     def finished(self) -> Path:
         """Exists when the last step is done; a restarted attempt that sees it exits 0 at once."""
         return self.path / "FINISHED"
+
+    @property
+    def stop(self) -> Path:
+        """A person or tool makes this file to have the ranks save and leave, as a signal would."""
+        return self.path / "STOP"
 
     @property
     def cancelled(self) -> Path:

@@ -1,0 +1,121 @@
+"""The ``checkpoints`` folder of a run: names, the commit by one rename, retention. Rank 0's work.
+
+::
+
+    step-00000100/{data/,manifest.json}   complete
+    step-00000200.partial/                being written; a leftover of a crash otherwise
+    step-00000050.trash/                  being deleted
+    step-00000300.damaged/                failed its checks; kept until a newer one is complete
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+from pathlib import Path
+
+from hpjob.core.durable import sync_folder
+from hpjob.core.run_dir import RunDir
+from hpjob.runtime.checkpoint.manifest import DATA_NAME, MANIFEST_NAME, Manifest
+
+_COMPLETE = re.compile(r"step-(\d{8,})")
+_DAMAGED = re.compile(r"step-(\d{8,})\.damaged")
+
+
+class CheckpointFolder:
+    """Checkpoints of one run on a shared file system."""
+
+    def __init__(self, run_dir: RunDir) -> None:
+        self._run_dir = run_dir
+        self.path = run_dir.checkpoints
+
+    def steps(self) -> list[int]:
+        """Return the steps of all complete checkpoints, newest first."""
+        return sorted(self._matching(_COMPLETE), reverse=True)
+
+    def complete(self, step: int) -> Path:
+        """Return the folder of a complete checkpoint."""
+        return self._run_dir.checkpoint(step)
+
+    def partial(self, step: int) -> Path:
+        """Return the folder that a checkpoint is written to."""
+        return self._with_suffix(step, ".partial")
+
+    def clean_leftovers(self) -> list[str]:
+        """Delete what a crash left half written or half deleted; return the names."""
+        if not self.path.is_dir():
+            return []
+        found = [path for path in self.path.iterdir() if path.suffix in (".partial", ".trash")]
+        for path in found:
+            shutil.rmtree(path)
+        return sorted(path.name for path in found)
+
+    def begin(self, step: int) -> None:
+        """Make an empty partial folder."""
+        shutil.rmtree(self.partial(step), ignore_errors=True)
+        (self.partial(step) / DATA_NAME).mkdir(parents=True)
+
+    def abandon(self, step: int) -> None:
+        """Delete the partial folder of a save that failed."""
+        shutil.rmtree(self.partial(step), ignore_errors=True)
+
+    def commit(self, manifest: Manifest) -> None:
+        """Make a written checkpoint durable and give it its name with one rename."""
+        partial = self.partial(manifest.step)
+        with (partial / MANIFEST_NAME).open("w", encoding="utf-8") as stream:
+            stream.write(manifest.model_dump_json(indent=2) + "\n")
+            stream.flush()
+            os.fsync(stream.fileno())
+        sync_folder(partial / DATA_NAME)
+        sync_folder(partial)
+        partial.rename(self.complete(manifest.step))
+        sync_folder(self.path)
+
+    def read(self, step: int) -> Manifest:
+        """Read the manifest of a complete checkpoint.
+
+        Raises:
+            OSError: It cannot be read.
+            ValueError: It holds something else.
+        """
+        manifest = Manifest.model_validate_json((self.complete(step) / MANIFEST_NAME).read_bytes())
+        if manifest.step != step:
+            raise ValueError(f"the manifest says step {manifest.step}")
+        return manifest
+
+    def keep_newest(self, count: int, newest: Manifest) -> list[int]:
+        """Delete old checkpoints once the newest is seen to be complete; return their steps."""
+        data = self.complete(newest.step) / DATA_NAME
+        for file in newest.files:
+            if (data / file.name).stat().st_size != file.size_bytes:
+                raise OSError(f"{data / file.name} is not as it was written; older checkpoints are kept")
+        old = [step for step in self.steps() if step <= newest.step][count:]
+        for step in old:
+            self._delete(self.complete(step), self._with_suffix(step, ".trash"))
+        for step in self._matching(_DAMAGED):
+            if step <= newest.step:
+                self._delete(self._with_suffix(step, ".damaged"), self._with_suffix(step, ".trash"))
+        return old
+
+    def set_aside(self, step: int) -> None:
+        """Rename a damaged checkpoint so that it is not tried again and its step can be saved anew."""
+        target = self._with_suffix(step, ".damaged")
+        shutil.rmtree(target, ignore_errors=True)
+        self.complete(step).rename(target)
+        sync_folder(self.path)
+
+    def _delete(self, path: Path, trash: Path) -> None:
+        # The rename makes it vanish at once; a crash while deleting leaves no half checkpoint.
+        shutil.rmtree(trash, ignore_errors=True)
+        path.rename(trash)
+        shutil.rmtree(trash)
+
+    def _with_suffix(self, step: int, suffix: str) -> Path:
+        complete = self.complete(step)
+        return complete.with_name(complete.name + suffix)
+
+    def _matching(self, pattern: re.Pattern[str]) -> list[int]:
+        if not self.path.is_dir():
+            return []
+        return [int(match[1]) for path in self.path.iterdir() if (match := pattern.fullmatch(path.name))]

@@ -1,0 +1,124 @@
+"""How a rank fails: a record at once, then out, without waiting for anybody.
+
+``os._exit`` is deliberate: destroying a process group whose peers are gone can hang for hours, and
+every second that a failed rank lingers is a second for which all other GPUs wait.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import re
+import sys
+import threading
+import time
+import traceback
+from collections.abc import Callable
+from dataclasses import asdict
+from typing import NoReturn
+
+from hpjob.core.errors import EnvironmentProblemError, ExitCode, HpjobError
+from hpjob.core.run_records import Failure, FailureKind, Outcome, write_json
+from hpjob.runtime.rank import Rank
+
+log = logging.getLogger(__name__)
+
+# Texts of gloo, the store and NCCL when the other side went away or never came. They come as
+# RuntimeError (or a subclass), so a connection error of a person's own code is not mistaken for one.
+_PEER_LOST = re.compile(
+    r"connection (was likely )?closed|connection reset|connection refused|broken pipe|socket closed"
+    r"|application timeout caused pair closure|timed out waiting|socket timeout|socket has timed out|wait timeout"
+    r"|failed to (recv|send)|connect(ion)? timeout|connectFullMesh failed"
+    r"|nccl communicator was aborted|ncclRemoteError|remote process exited",
+    re.IGNORECASE,
+)
+
+
+class PeerLostError(EnvironmentProblemError):
+    """Another rank did not come or went away."""
+
+
+def classify(error: BaseException) -> FailureKind:
+    """Tell whether an error is this rank's own or only says that another rank went away."""
+    current: BaseException | None = error
+    while current is not None:
+        if isinstance(current, PeerLostError):
+            return "peer-lost"
+        if isinstance(current, RuntimeError) and _PEER_LOST.search(str(current)):
+            return "peer-lost"
+        current = current.__cause__
+    return "exception"
+
+
+class FailureReporter:
+    """Knows what this rank is doing, writes its failure record and ends the process.
+
+    Attributes:
+        step: Step being worked on; 0 = set-up.
+        checkpoint_step: Newest checkpoint known to be complete; 0 = none.
+        notify: Called with a short text when this rank fails, to tell the others faster than a
+            shared file system does.
+    """
+
+    def __init__(self, rank: Rank) -> None:
+        self.rank = rank
+        self.step = 0
+        self.checkpoint_step = 0
+        self.notify: Callable[[str], None] | None = None
+
+    def leave(self, error: BaseException) -> NoReturn:
+        """Report an exception of the main thread and end the process."""
+        text = "".join(traceback.format_exception(error))
+        message = f"{error.message} (hint: {error.hint})" if isinstance(error, HpjobError) else str(error)
+        log.error("rank %d on %s failed\n%s", self.rank.rank, self.rank.node, text.rstrip())
+        code = error.exit_code if isinstance(error, HpjobError) else ExitCode.BUG
+        if isinstance(error, KeyboardInterrupt):
+            code = ExitCode.INTERRUPTED
+        self._report(classify(error), type(error).__name__, message, text)
+        leave_process(int(code))
+
+    def leave_for_peer(self, why: str) -> NoReturn:
+        """End the process because another rank failed; called from the watcher's thread."""
+        main_thread = sys._current_frames().get(threading.main_thread().ident or 0)
+        stack = "".join(traceback.format_stack(main_thread)) if main_thread else ""
+        log.error("rank %d on %s ends: %s\n%s", self.rank.rank, self.rank.node, why, stack.rstrip())
+        self._report("peer-lost", "PeerLostError", why, stack)
+        leave_process(int(ExitCode.ENVIRONMENT))
+
+    def _report(self, kind: FailureKind, exception: str, message: str, text: str) -> None:
+        failure = Failure(
+            rank=self.rank.rank,
+            node=self.rank.node,
+            time=time.time(),
+            kind=kind,
+            exception=exception,
+            message=message,
+            traceback=text,
+            step=self.step,
+        )
+        attempt = self.rank.attempt
+        try:
+            attempt.failures.mkdir(exist_ok=True)
+            write_json(attempt.failure(self.rank.rank), asdict(failure))
+        except OSError as error:
+            log.error("the failure record could not be written: %s", error)
+        if self.notify is not None:
+            self.notify(f"rank {self.rank.rank} on {self.rank.node} failed: {exception}: {message}"[:500])
+        if self.rank.rank == 0:
+            self._write_outcome(f"{exception}: {message}")
+
+    def _write_outcome(self, reason: str) -> None:
+        if self.rank.attempt.outcome.exists():
+            return
+        outcome = Outcome(kind="failed", step=self.checkpoint_step, reason=reason, time=time.time())
+        try:
+            write_json(self.rank.attempt.outcome, asdict(outcome))
+        except OSError as error:
+            log.error("the outcome could not be written: %s", error)
+
+
+def leave_process(code: int) -> NoReturn:
+    """End the process now: flushes what was printed, runs no clean-up of torch."""
+    for stream in (sys.stdout, sys.stderr):
+        stream.flush()
+    os._exit(code)

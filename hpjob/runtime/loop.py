@@ -1,0 +1,202 @@
+"""The train loop: steps, records, saves, and the agreement to stop at a step boundary."""
+
+from __future__ import annotations
+
+import logging
+import time
+from dataclasses import dataclass
+from typing import Protocol
+
+from hpjob.core.errors import EnvironmentProblemError
+from hpjob.core.run_records import Outcome
+from hpjob.plan.model import Plan
+from hpjob.recipe.model import Recipe
+from hpjob.runtime.agreement import AgreedError, StopAgreement, on_rank_zero
+from hpjob.runtime.checkpoint.folder import CheckpointFolder
+from hpjob.runtime.checkpoint.manifest import Manifest, Scalar
+from hpjob.runtime.checkpoint.save import Position, SaveResult, save_checkpoint
+from hpjob.runtime.data.batches import BatchReader
+from hpjob.runtime.engine import Batch, StepResult
+from hpjob.runtime.failures import FailureReporter
+from hpjob.runtime.records import AttemptRecords
+from hpjob.runtime.rendezvous import Timeouts, shorten_timeouts
+from hpjob.runtime.signals import describe
+
+log = logging.getLogger(__name__)
+
+
+class TrainEngine(Protocol):
+    """The engine as the loop sees it."""
+
+    def train_step(self, batch: Batch, step: int) -> StepResult:
+        """Do one optimizer step (1-based)."""
+
+    def state_dict(self) -> dict[str, object]:
+        """Return the state for a checkpoint."""
+
+    def load_state_dict(self, state: dict[str, object]) -> None:
+        """Take over a loaded state."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Training:
+    """Everything the loop works with."""
+
+    recipe: Recipe
+    plan: Plan
+    engine: TrainEngine
+    batches: BatchReader
+    checkpoints: CheckpointFolder
+    fingerprint: dict[str, Scalar]
+    stop: StopAgreement
+    records: AttemptRecords
+    reporter: FailureReporter
+    timeouts: Timeouts
+
+
+class TrainLoop:
+    """Trains from one step to the last, or until the ranks agree to stop.
+
+    Args:
+        training: Parts of the run.
+        resumed: Checkpoint that the engine was loaded from; None = from the beginning.
+    """
+
+    def __init__(self, training: Training, resumed: Manifest | None) -> None:
+        self._t = training
+        self._step = resumed.step if resumed else 0
+        self._lr = resumed.lr if resumed else 0.0
+        self._saved = self._step
+        self._first_step = self._step + 1
+        self._save_error: str | None = None
+
+    def run(self) -> Outcome:
+        """Train; return how it ended, after writing it down.
+
+        Raises:
+            EnvironmentProblemError: The checkpoint of the last step could not be written.
+        """
+        settings = self._t.recipe
+        while True:
+            code = self._t.stop.check()
+            done = self._step >= settings.training.steps
+            if self._step > self._saved and (done or code or self._step % settings.checkpoint.every_steps == 0):
+                saved = self._save()
+                # A request that came during the save needs no second one.
+                code = self._t.stop.check() if saved and not code else code
+            if done:
+                return self._finish()
+            if code:
+                return self._leave(code)
+            self._train_step()
+
+    def _train_step(self) -> None:
+        step = self._step + 1
+        self._t.reporter.step = step
+        started = time.perf_counter()
+        result = self._t.engine.train_step(self._t.batches.read(step), step)
+        duration = time.perf_counter() - started
+        self._step, self._lr = step, result.lr
+        if step == self._first_step:
+            shorten_timeouts(self._t.timeouts)
+            self._t.records.event("first-step", step=step, duration_s=duration)
+        self._record(result, duration)
+
+    def _record(self, result: StepResult, duration: float) -> None:
+        tokens_per_s = result.num_tokens / duration
+        self._t.records.metrics(
+            {
+                "step": self._step,
+                "loss": result.loss,
+                "grad_norm": result.grad_norm,
+                "lr": result.lr,
+                "tokens": result.num_tokens,
+                "tokens_per_s": tokens_per_s,
+                "step_time_s": duration,
+                "attempt": self._t.reporter.rank.attempt.index,
+                "time": time.time(),
+            }
+        )
+        total = self._t.recipe.training.steps
+        if self._step % self._t.recipe.training.log_every == 0 or self._step == total:
+            log.info(
+                "step %d/%d  loss %.4f  grad norm %.3f  lr %.3g  %.0f tokens/s  %.3f s",
+                *(self._step, total, result.loss, result.grad_norm, result.lr, tokens_per_s, duration),
+            )
+
+    def _save(self) -> bool:
+        """Save the current step on all ranks; tell whether a complete checkpoint came of it."""
+        t = self._t
+        position = Position(
+            step=self._step,
+            num_samples=self._step * t.recipe.training.global_batch_size,
+            lr=self._lr,
+            attempt=t.reporter.rank.attempt.index,
+        )
+        started = time.perf_counter()
+        try:
+            on_rank_zero(t.records.sync_metrics)
+        except AgreedError as error:
+            result = SaveResult(step=self._step, error=str(error), duration_s=time.perf_counter() - started)
+        else:
+            result = save_checkpoint(t.checkpoints, t.engine, position, t.plan, t.fingerprint)
+        self._save_error = result.error
+        if result.manifest is None:
+            self._report_failed_save(result)
+            return False
+        self._saved = t.reporter.checkpoint_step = self._step
+        t.records.event(
+            "checkpoint-saved", step=self._step, duration_s=result.duration_s, size_bytes=result.manifest.size_bytes
+        )
+        log.info("checkpoint of step %d saved in %.2f s", self._step, result.duration_s)
+        self._delete_old(result.manifest)
+        return True
+
+    def _report_failed_save(self, result: SaveResult) -> None:
+        self._t.records.event(
+            "checkpoint-failed",
+            step=result.step,
+            duration_s=result.duration_s,
+            reason=result.error,
+            newest_checkpoint=self._saved,
+        )
+        log.warning(
+            "checkpoint of step %d could not be saved: %s; %s", result.step, result.error, self._newest_in_words()
+        )
+
+    def _delete_old(self, newest: Manifest) -> None:
+        keep = self._t.recipe.checkpoint.keep_last
+        try:
+            on_rank_zero(lambda: self._t.checkpoints.keep_newest(keep, newest))
+        except AgreedError as error:
+            self._t.records.event("cleanup-failed", step=newest.step, reason=str(error))
+            log.warning("old checkpoints could not be deleted: %s", error)
+
+    def _newest_in_words(self) -> str:
+        return f"the newest checkpoint is step {self._saved}" if self._saved else "there is no checkpoint yet"
+
+    def _finish(self) -> Outcome:
+        if self._step > self._saved:
+            raise EnvironmentProblemError(
+                f"the checkpoint of the last step could not be saved: {self._save_error}; {self._newest_in_words()}",
+                hint="make room or correct the permissions of the run folder, then `hpjob resume` the run",
+            )
+        self._t.records.finished(self._step)
+        return self._end(Outcome(kind="finished", step=self._step, reason="all steps done", time=time.time()))
+
+    def _leave(self, code: int) -> Outcome:
+        reason = describe(code)
+        if self._step > self._saved:
+            reason += (
+                f"; the checkpoint of step {self._step} could not be saved ({self._save_error}); "
+                + self._newest_in_words()
+            )
+        outcome = self._end(Outcome(kind="preempted", step=self._saved, reason=reason, time=time.time()))
+        self._t.records.remove_stop_file()
+        return outcome
+
+    def _end(self, outcome: Outcome) -> Outcome:
+        self._t.records.outcome(outcome)
+        self._t.records.event(outcome.kind, step=outcome.step, reason=outcome.reason)
+        log.info("%s at step %d: %s", outcome.kind, outcome.step, outcome.reason)
+        return outcome

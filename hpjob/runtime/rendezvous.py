@@ -1,0 +1,144 @@
+"""How the ranks find each other: a store that rank 0 opens on a free port and publishes in a file.
+
+The attempt folder is new for every start, so its ``rendezvous.json`` is never an old one.
+"""
+
+from __future__ import annotations
+
+import ipaddress
+import json
+import os
+import time
+from collections.abc import MutableMapping
+from dataclasses import dataclass
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+from torch._C._distributed_c10d import TCPStore
+
+from hpjob.core.run_records import read_json, write_text_atomically
+from hpjob.runtime.failures import PeerLostError
+from hpjob.runtime.rank import Rank
+
+SETUP_TIMEOUT_S = 1800.0
+"""Ranks may load slowly and far apart: cold file systems, large imports."""
+STEP_TIMEOUT_S = 600.0
+"""From the second step on a collective that takes longer than this is a hang."""
+_POLL_S = 0.1
+_STORE_TIMEOUT = timedelta(seconds=10)
+_FAILED_KEY = "hpjob/failed"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Timeouts:
+    """Bounds on waiting for other ranks."""
+
+    setup_s: float = SETUP_TIMEOUT_S
+    step_s: float = STEP_TIMEOUT_S
+
+    @classmethod
+    def from_env(cls) -> Timeouts:
+        """Read ``HPJOB_SETUP_TIMEOUT_S`` and ``HPJOB_STEP_TIMEOUT_S``."""
+        return cls(
+            setup_s=float(os.environ.get("HPJOB_SETUP_TIMEOUT_S", SETUP_TIMEOUT_S)),
+            step_s=float(os.environ.get("HPJOB_STEP_TIMEOUT_S", STEP_TIMEOUT_S)),
+        )
+
+
+class PeerStore:
+    """A connection of its own to rank 0's store, to tell and learn of failures.
+
+    The main thread's connection may be blocked in a wait of any length; this one never is.
+    """
+
+    def __init__(self, host: str, port: int) -> None:
+        self._store = TCPStore(host, port, None, False, _STORE_TIMEOUT)
+
+    def tell_failure(self, message: str) -> None:
+        """Say that this rank failed; the first message stays."""
+        try:
+            self._store.compare_set(_FAILED_KEY, "", message)
+        except RuntimeError:
+            return  # rank 0 is gone, which tells the others enough
+
+    def probe(self) -> str | None:
+        """Return why this rank should end, or None."""
+        try:
+            if not self._store.check([_FAILED_KEY]):
+                return None
+            return str(self._store.get(_FAILED_KEY).decode())
+        except RuntimeError:
+            return "rank 0 went away: its store does not answer"
+
+
+def choose_device(local_rank: int) -> torch.device:
+    """Return this rank's GPU, or the CPU where there is none."""
+    if not torch.cuda.is_available():
+        return torch.device("cpu")
+    device = torch.device("cuda", local_rank % torch.cuda.device_count())
+    torch.cuda.set_device(device)
+    return device
+
+
+def join(rank: Rank, device: torch.device, timeouts: Timeouts) -> PeerStore:
+    """Create the default process group over all ranks.
+
+    With GPUs the group has NCCL for their tensors and gloo for the small messages of the loop and
+    the checkpoint, which then never wait for the GPU.
+
+    Raises:
+        PeerLostError: Rank 0 did not publish its store in time.
+        RuntimeError: torch could not connect the ranks.
+    """
+    _stay_on_loopback(rank.master_addr, os.environ)
+    timeout = timedelta(seconds=timeouts.setup_s)
+    store = _open_store(rank, timeout) if rank.rank == 0 else _find_store(rank, timeout)
+    dist.init_process_group(
+        backend="cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo",
+        store=store,
+        rank=rank.rank,
+        world_size=rank.world_size,
+        timeout=timeout,
+    )
+    return PeerStore(store.host, store.port)
+
+
+def shorten_timeouts(timeouts: Timeouts) -> None:
+    """Replace the generous time-out of set-up by the one of a step in every group of this process."""
+    set_timeout = getattr(dist.distributed_c10d, "_set_pg_timeout", None)
+    world = getattr(dist.distributed_c10d, "_world", None)
+    if set_timeout is None or world is None:
+        return  # a torch without this hook keeps the long time-out
+    for group in list(world.pg_map):
+        set_timeout(timedelta(seconds=timeouts.step_s), group)
+
+
+def _open_store(rank: Rank, timeout: timedelta) -> TCPStore:
+    store = TCPStore(rank.master_addr, 0, None, True, timeout, wait_for_workers=False)
+    document = json.dumps({"host": rank.master_addr, "port": store.port})
+    write_text_atomically(rank.attempt.rendezvous, document + "\n")
+    return store
+
+
+def _find_store(rank: Rank, timeout: timedelta) -> TCPStore:
+    deadline = time.monotonic() + timeout.total_seconds()
+    while (document := read_json(rank.attempt.rendezvous)) is None:
+        if time.monotonic() > deadline:
+            raise PeerLostError(
+                f"rank 0 did not open its store within {timeout.total_seconds():.0f} s",
+                hint=f"look into {rank.attempt.rank_log(0)}; HPJOB_SETUP_TIMEOUT_S sets how long to wait",
+            )
+        time.sleep(_POLL_S)
+    return TCPStore(str(document["host"]), int(document["port"]), None, False, timeout)
+
+
+def _stay_on_loopback(address: str, env: MutableMapping[str, str]) -> None:
+    """Keep a run whose ranks all share one host off its network cards."""
+    try:
+        loopback = address == "localhost" or ipaddress.ip_address(address).is_loopback
+    except ValueError:
+        return
+    if loopback:
+        env.setdefault("GLOO_SOCKET_IFNAME", "lo")
+        env.setdefault("NCCL_SOCKET_IFNAME", "lo")

@@ -1,0 +1,143 @@
+"""One attempt from the process group to the outcome. The first module of the runtime that imports torch."""
+
+from __future__ import annotations
+
+import logging
+import time
+
+import torch
+
+from hpjob.core.run_records import Outcome
+from hpjob.runtime.agreement import StopAgreement, on_rank_zero, wait_for_all
+from hpjob.runtime.checkpoint.folder import CheckpointFolder
+from hpjob.runtime.checkpoint.load import find_checkpoint, load_checkpoint
+from hpjob.runtime.checkpoint.manifest import Manifest, Scalar, fingerprint
+from hpjob.runtime.data.batches import BatchReader
+from hpjob.runtime.data.tokens import TokenDataset
+from hpjob.runtime.engine import Engine
+from hpjob.runtime.failures import FailureReporter
+from hpjob.runtime.loop import Training, TrainLoop
+from hpjob.runtime.mesh import build_mesh
+from hpjob.runtime.rank import Rank
+from hpjob.runtime.records import AttemptRecords
+from hpjob.runtime.rendezvous import Timeouts, choose_device, join
+from hpjob.runtime.settings import AttemptSettings
+from hpjob.runtime.signals import StopRequest, describe
+from hpjob.runtime.watcher import PeerWatcher
+
+log = logging.getLogger(__name__)
+_CHECKSUM_LIMIT_BYTES = 1 << 30
+
+
+class Session:
+    """The parts of an attempt, built in order; a stop request is obeyed between any two of them."""
+
+    def __init__(
+        self, rank: Rank, settings: AttemptSettings, reporter: FailureReporter, watcher: PeerWatcher, stop: StopRequest
+    ) -> None:
+        self._rank = rank
+        self._recipe, self._plan = settings.recipe, settings.plan
+        self._reporter = reporter
+        self._watcher = watcher
+        self._stop = StopAgreement(stop)
+        self._records = AttemptRecords(rank)
+        self._checkpoints = CheckpointFolder(rank.run_dir)
+        self._timeouts = Timeouts.from_env()
+
+    def run(self) -> None:
+        """Join the other ranks, resume, train, and leave together.
+
+        Raises:
+            Exception: Whatever went wrong on this rank; the caller reports it.
+        """
+        torch.use_deterministic_algorithms(self._recipe.training.deterministic)
+        device = choose_device(self._rank.local_rank)
+        self._records.event("joining", world_size=self._rank.world_size, device=str(device))
+        store = join(self._rank, device, self._timeouts)
+        self._reporter.notify = store.tell_failure
+        self._watcher.add(store.probe)
+        if not self._left_early():
+            self._train(device)
+        self._leave_together()
+
+    def _train(self, device: torch.device) -> None:
+        self._records.event("building", plan=self._plan.summary)
+        mesh = build_mesh(self._plan, device.type)
+        dataset = TokenDataset(self._recipe)
+        self._verify_data(dataset)
+        engine = Engine(self._plan, self._recipe, mesh, device)
+        if self._left_early():
+            return
+        identity = fingerprint(self._recipe, dataset.meta.tokens_sha256)
+        resumed = self._resume(engine, identity)
+        self._records.open_metrics(resumed.step if resumed else 0)
+        training = Training(
+            recipe=self._recipe,
+            plan=self._plan,
+            engine=engine,
+            batches=BatchReader(dataset, mesh.dp_rank, mesh.dp_size, device),
+            checkpoints=self._checkpoints,
+            fingerprint=identity,
+            stop=self._stop,
+            records=self._records,
+            reporter=self._reporter,
+            timeouts=self._timeouts,
+        )
+        self._records.event("training", first_step=(resumed.step if resumed else 0) + 1)
+        TrainLoop(training, resumed).run()
+
+    def _verify_data(self, dataset: TokenDataset) -> None:
+        """Compare small token files with their checksum; large ones only by size, which was done."""
+        if self._rank.rank == 0 and dataset.path.stat().st_size <= _CHECKSUM_LIMIT_BYTES:
+            dataset.verify_checksum()
+
+    def _resume(self, engine: Engine, identity: dict[str, Scalar]) -> Manifest | None:
+        leftovers = on_rank_zero(self._checkpoints.clean_leftovers)
+        if leftovers:
+            self._records.event("leftovers-deleted", names=leftovers)
+        manifest = find_checkpoint(self._checkpoints, identity, self._report_damage)
+        if manifest is None:
+            torch.manual_seed(self._recipe.training.seed)
+            return None
+        self._records.event("loading", step=manifest.step)
+        started = time.perf_counter()
+        load_checkpoint(self._checkpoints, manifest, engine)
+        self._reporter.checkpoint_step = manifest.step
+        duration = time.perf_counter() - started
+        self._records.event("resumed", step=manifest.step, saved_by_plan=manifest.plan, duration_s=duration)
+        log.info("resumed from the checkpoint of step %d (%s) in %.2f s", manifest.step, manifest.plan, duration)
+        return manifest
+
+    def _report_damage(self, step: int, problem: str) -> None:
+        self._records.event("checkpoint-damaged", step=step, reason=problem)
+        if self._rank.rank == 0:
+            log.warning("checkpoint of step %d is damaged and set aside: %s; using the one before", step, problem)
+
+    def _left_early(self) -> bool:
+        """Obey a stop request that came before the first step; tell whether there was one."""
+        code = self._stop.check()
+        if not code:
+            return False
+        steps = on_rank_zero(self._checkpoints.steps)
+        newest = steps[0] if steps else 0
+        reason = f"{describe(code)} during set-up"
+        self._records.outcome(Outcome(kind="preempted", step=newest, reason=reason, time=time.time()))
+        self._records.event("preempted", step=newest, reason=reason)
+        self._records.remove_stop_file()
+        log.info("preempted during set-up: %s; newest checkpoint is step %d", reason, newest)
+        return True
+
+    def _leave_together(self) -> None:
+        """Wait until rank 0 has written the outcome. All is saved by now, so a peer that is gone is no failure."""
+        self._watcher.stop()
+        try:
+            wait_for_all()
+        except RuntimeError as error:
+            log.warning("a rank left early: %s", error)
+
+
+def run_attempt(
+    rank: Rank, settings: AttemptSettings, reporter: FailureReporter, watcher: PeerWatcher, stop: StopRequest
+) -> None:
+    """Run one attempt on this rank; see :class:`Session`."""
+    Session(rank, settings, reporter, watcher, stop).run()

@@ -1,0 +1,65 @@
+"""Stop requests: signals that only set a flag, and a stop file as a second channel.
+
+The handlers do nothing but note the first signal, so a second one, or one that arrives while a
+checkpoint is written, changes nothing. Import this module before torch: a signal may come early.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from pathlib import Path
+from types import FrameType
+
+STOP_SIGNALS = (signal.SIGUSR1, signal.SIGUSR2, signal.SIGTERM)
+STOP_FILE_CODE = 1000
+"""Code of the stop file; above every signal number."""
+_POLL_INTERVAL_S = 1.0
+
+
+class StopRequest:
+    """What this process knows about a request to save and leave.
+
+    Args:
+        stop_file: Polled at a low rate when given (on one rank only, to spare the file system).
+    """
+
+    def __init__(self, stop_file: Path | None = None) -> None:
+        self.stop_file = stop_file
+        self._owner = os.getpid()
+        self._signal_number = 0
+        self._received_s = 0.0
+        self._next_poll_s = 0.0
+
+    def install(self) -> None:
+        """Replace the handlers of all stop signals by one that sets the flag."""
+        for number in STOP_SIGNALS:
+            signal.signal(number, self._note)
+
+    def code(self) -> int:
+        """Return 0 for no request, else a number that :func:`describe` puts into words."""
+        if self._signal_number:
+            return self._signal_number
+        now = time.monotonic()
+        if self.stop_file is not None and now >= self._next_poll_s:
+            self._next_poll_s = now + _POLL_INTERVAL_S
+            if self.stop_file.exists():
+                return STOP_FILE_CODE
+        return 0
+
+    @property
+    def age_s(self) -> float:
+        """Seconds since the first signal; 0 without one."""
+        return time.monotonic() - self._received_s if self._signal_number else 0.0
+
+    def _note(self, number: int, frame: FrameType | None) -> None:
+        # A forked child (a data loader's worker) inherits the handler; the request is not for it.
+        if os.getpid() == self._owner and not self._signal_number:
+            self._received_s = time.monotonic()
+            self._signal_number = number
+
+
+def describe(code: int) -> str:
+    """Return a stop code in words, such as ``signal SIGUSR2``."""
+    return "stop file" if code == STOP_FILE_CODE else f"signal {signal.Signals(code).name}"
