@@ -46,17 +46,21 @@ def choose_backend(q: Tensor, k: Tensor, *, needs_bias: bool = False) -> Backend
         k: Shape (batch, kv_heads, keys, head_dim).
         needs_bias: Packed documents or a sliding window are to be masked.
     """
-    return _choose(
-        q.device.type,
-        q.device.index,
-        q.dtype,
-        (q.shape[1], k.shape[1], q.shape[-1]),
-        needs_bias,
-    )
+    heads = (q.shape[1], k.shape[1], q.shape[-1])
+    choice: BackendChoice = _choose(q.device.type, q.device.index, q.dtype, heads, needs_bias)
+    return choice
+
+
+@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
+def _choose(
+    device_type: str, device_index: int | None, dtype: torch.dtype, heads: tuple[int, int, int], needs_bias: bool
+) -> BackendChoice:
+    """A constant to torch.compile, since the probes below cannot be traced."""
+    return _choose_once(device_type, device_index, dtype, heads, needs_bias)
 
 
 @functools.lru_cache(maxsize=256)
-def _choose(
+def _choose_once(
     device_type: str, device_index: int | None, dtype: torch.dtype, heads: tuple[int, int, int], needs_bias: bool
 ) -> BackendChoice:
     if device_type == "cuda":

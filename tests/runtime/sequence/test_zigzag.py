@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hpjob.core.errors import UserInputError
 from hpjob.runtime.sequence.zigzag import padded_length, zigzag_merge, zigzag_position_ids, zigzag_split
 
 
+@settings(deadline=None, max_examples=40)
 @given(sp_size=st.integers(1, 8), chunk=st.integers(1, 5), dim=st.integers(0, 2))
 def test_merge_undoes_split(sp_size: int, chunk: int, dim: int) -> None:
     length = 2 * sp_size * chunk
@@ -33,6 +34,7 @@ def test_causal_work_is_equal_on_all_ranks() -> None:
     assert len(work) == 1
 
 
+@settings(deadline=None, max_examples=40)
 @given(length=st.integers(1, 1000), sp_size=st.integers(1, 16))
 def test_padded_length_is_the_next_multiple(length: int, sp_size: int) -> None:
     padded = padded_length(length, sp_size)
