@@ -7,7 +7,7 @@ import sys
 import typer
 
 import hpjob
-from hpjob.cli import data
+from hpjob.cli import data, plan, recipes
 from hpjob.core.errors import ExitCode, HpjobError
 
 app = typer.Typer(
@@ -20,9 +20,6 @@ app = typer.Typer(
 )
 
 
-data.register(app)
-
-
 def _version(value: bool) -> None:
     if value:
         typer.echo(f"hpjob {hpjob.__version__}")
@@ -32,6 +29,11 @@ def _version(value: bool) -> None:
 @app.callback()
 def _options(version: bool = typer.Option(False, "--version", callback=_version, is_eager=True)) -> None:
     """From a Slurm cluster to a running, fast, restartable training job."""
+
+
+data.register(app)
+plan.register(app)
+recipes.register(app)
 
 
 def main() -> None:

@@ -7,6 +7,7 @@ every problem of a document at once, each with its path, and guesses the right n
 from __future__ import annotations
 
 import difflib
+import re
 from collections.abc import Iterable, Mapping
 from typing import Any, TypeVar, get_args
 
@@ -59,20 +60,55 @@ def nearest(word: str, choices: Iterable[str]) -> str | None:
 def _describe(model: type[Persisted], error: ValidationError) -> tuple[list[str], list[str]]:
     lines: list[str] = []
     hints: list[str] = []
+    wrong: dict[str, tuple[list[str], Any]] = {}
     for item in error.errors(include_url=False):
-        path = ".".join(str(part) for part in item["loc"]) or "(top level)"
+        location = tuple(part for part in item["loc"] if not _UNION_TAG.match(str(part)))
+        path = ".".join(str(part) for part in location) or "(top level)"
         if item["type"] == "extra_forbidden":
-            known = _known_keys(model, item["loc"][:-1])
-            guess = nearest(str(item["loc"][-1]), known)
+            known = _known_keys(model, location[:-1])
+            guess = nearest(str(location[-1]), known)
             lines.append(f"{path}: unknown key")
             hints.append(f"did you mean `{guess}`?" if guess else f"known keys are {', '.join(known)}")
         elif item["type"] == "missing":
             lines.append(f"{path}: missing")
             hints.append(f"add `{path}`")
         else:
-            message = item["msg"].removeprefix("Value error, ")
-            lines.append(f"{path}: {message[:1].lower() + message[1:]}, found {_shown(item['input'])}")
+            messages, _ = wrong.setdefault(path, ([], item["input"]))
+            messages.append(_in_words(item["type"], item["msg"], item.get("ctx", {})))
+    # The members of a union each report the same value; one line says all that would have been right.
+    for path, (messages, value) in wrong.items():
+        first, *others = dict.fromkeys(messages)
+        expected = " or ".join((first, *(other.removeprefix("expected ") for other in others)))
+        lines.append(f"{path}: {expected}, found {_shown(value)}")
     return lines, hints
+
+
+_UNION_TAG = re.compile(r"(?:literal|constrained-|function-|lax-or-strict|nullable)|(?:int|bool|str|float)$")
+_PHRASES = {
+    "int_type": "expected a whole number",
+    "int_parsing": "expected a whole number",
+    "int_from_float": "expected a whole number",
+    "float_type": "expected a number",
+    "float_parsing": "expected a number",
+    "bool_type": "expected true or false",
+    "bool_parsing": "expected true or false",
+    "string_type": "expected text",
+    "model_type": "expected keys with values",
+    "dict_type": "expected keys with values",
+    "tuple_type": "expected a list",
+}
+
+
+def _in_words(kind: str, message: str, context: Mapping[str, Any]) -> str:
+    if kind == "literal_error":
+        return f"expected {context.get('expected')}"
+    if kind == "greater_than":
+        return f"expected more than {context.get('gt')}"
+    phrase = _PHRASES.get(kind)
+    if phrase:
+        return phrase
+    text = message.removeprefix("Value error, ")
+    return text[:1].lower() + text[1:]
 
 
 def _shown(value: Any) -> str:

@@ -123,6 +123,7 @@ class Plan(Persisted):
 
     version: Literal[1] = 1
     recipe: str
+    model_type: str = "llama"
     machine: str
     num_nodes: PositiveInt
     gpus_per_node: PositiveInt

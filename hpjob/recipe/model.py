@@ -14,7 +14,7 @@ from hpjob.core.quantity import parse_duration_s
 from hpjob.core.schema import Persisted
 
 Auto = Literal["auto"]
-PositiveInt = Annotated[int, Field(gt=0)]
+PositiveInt = Annotated[int, Field(gt=0, strict=True)]
 Precision = Literal["bf16", "fp16", "fp32"]
 PipelineStyle = Literal["1f1b", "interleaved", "zbv"]
 SequenceParallelismMode = Literal["split_gather", "ring", "all_to_all", "ring_attn"]
@@ -40,6 +40,11 @@ class ModelShape(Persisted):
     rms_norm_eps: float = 1e-5
     tie_word_embeddings: bool = False
     initializer_range: float = 0.02
+    num_experts: PositiveInt | None = None
+    """Experts of each layer's MLP; None = a dense MLP."""
+    num_experts_per_tok: PositiveInt | None = None
+    moe_intermediate_size: PositiveInt | None = None
+    """Width of one expert; None = ``intermediate_size``."""
 
     @model_validator(mode="after")
     def _heads_divide(self) -> ModelShape:
@@ -52,6 +57,8 @@ class ModelShape(Persisted):
                 f"num_attention_heads {self.num_attention_heads} is no multiple of "
                 f"num_key_value_heads {self.num_key_value_heads}"
             )
+        if (self.num_experts is None) != (self.num_experts_per_tok is None):
+            raise ValueError("num_experts and num_experts_per_tok go together")
         return self
 
     @property
@@ -60,10 +67,14 @@ class ModelShape(Persisted):
 
     @property
     def num_layer_parameters(self) -> int:
-        """Parameters of one decoder layer (gated MLP, two norms, no biases)."""
+        """Parameters of one decoder layer (gated MLP or experts with their router, two norms, no biases)."""
         q = self.hidden_size * self.num_attention_heads * self.attention_head_dim
         kv = self.hidden_size * self.num_key_value_heads * self.attention_head_dim
-        return 2 * q + 2 * kv + 3 * self.hidden_size * self.intermediate_size + 2 * self.hidden_size
+        mlp = 3 * self.hidden_size * self.intermediate_size
+        if self.num_experts is not None:
+            width = self.moe_intermediate_size or self.intermediate_size
+            mlp = self.num_experts * self.hidden_size * (3 * width + 1)
+        return 2 * q + 2 * kv + mlp + 2 * self.hidden_size
 
     @property
     def num_parameters(self) -> int:
@@ -84,7 +95,7 @@ class DataSettings(Persisted):
 class OptimizerSettings(Persisted):
     """AdamW with a warm-up and a decay to ``min_lr_ratio * lr``."""
 
-    lr: Annotated[float, Field(gt=0)] = 3e-4
+    lr: Annotated[float, Field(gt=0, allow_inf_nan=False)] = 3e-4
     betas: tuple[float, float] = (0.9, 0.95)
     eps: Annotated[float, Field(gt=0)] = 1e-8
     weight_decay: Annotated[float, Field(ge=0)] = 0.1

@@ -1,0 +1,92 @@
+"""A plan as plain text for the terminal."""
+
+from __future__ import annotations
+
+from hpjob.plan.model import MemoryEstimate, Plan
+
+_WIDTH = 16
+
+
+def render_plan(plan: Plan) -> str:
+    """Return the plan, its memory and time by kind, the reasons and the runners-up."""
+    lines = [_title(plan), "", *_axes(plan), ""]
+    lines += _memory(plan)
+    lines += _time(plan)
+    lines += _listed("why", plan.reasons)
+    lines += _listed("next best", [f"{r.summary}: {r.why_not}" for r in plan.runners_up])
+    lines += _listed("warning", plan.warnings)
+    return "\n".join(lines)
+
+
+def _title(plan: Plan) -> str:
+    gpus = plan.num_nodes * plan.gpus_per_node
+    unit = "ranks" if plan.machine == "cpu" else "GPUs"
+    nodes = f"{plan.num_nodes} x {plan.machine} ({gpus} {unit}, {plan.gpus_per_node} a node)"
+    return f"{plan.recipe} on {nodes}\n  {plan.summary}"
+
+
+def _axes(plan: Plan) -> list[str]:
+    d, per_node = plan.degrees, plan.gpus_per_node
+    shards = f"ZeRO-{plan.zero_stage}" if plan.zero_stage else "full copies"
+    carries = {
+        "pp": f"activations between {d.pp} stages of {_layer_counts(plan)} layers",
+        "dp": f"gradients, {shards}",
+        "sp": f"sequence, {plan.sequence_parallelism_mode}",
+        "tp": "all-reduces of every layer" + (", sequence parallel" if plan.sequence_parallelism_mode else ""),
+    }
+    strides = {"tp": 1, "sp": d.tp, "dp": d.tp * d.sp, "pp": d.tp * d.sp * d.dp}
+    rows = [f"  {'axis':<6}{'degree':>8}  {'placed':<18}carries"]
+    for axis in ("pp", "dp", "sp", "tp"):
+        size = getattr(d, axis)
+        if size > 1:
+            placed = "inside a node" if size * strides[axis] <= per_node else "across nodes"
+            rows.append(f"  {axis:<6}{size:>8}  {placed:<18}{carries[axis]}")
+    if len(rows) == 1:
+        rows.append(f"  {'none':<6}{1:>8}  one rank holds everything")
+    return rows
+
+
+def _layer_counts(plan: Plan) -> str:
+    counts = sorted(set(plan.pipeline.layers_per_stage))
+    return f"{counts[0]}" if len(counts) == 1 else f"{counts[0]} to {counts[-1]}"
+
+
+def worst_rank(plan: Plan) -> MemoryEstimate:
+    """Return the entry of the pipeline rank that needs most memory."""
+    return max(plan.memory, key=lambda rank: rank.total_gib)
+
+
+def _memory(plan: Plan) -> list[str]:
+    w = worst_rank(plan)
+    kinds = (
+        f"weights {w.weights_gib:.1f}  gradients {w.gradients_gib:.1f}  optimizer {w.optimizer_gib:.1f}  "
+        f"activations {w.activations_gib:.1f}  logits {w.logits_gib:.1f}  workspace {w.workspace_gib:.1f}"
+    )
+    stage = f" (stage {w.pp_rank})" if len(plan.memory) > 1 else ""
+    return [
+        f"  {'memory per GPU':<{_WIDTH}}{w.total_gib:.1f} of {plan.memory_limit_gib:.1f} GiB{stage}",
+        f"  {'':<{_WIDTH}}{kinds}",
+    ]
+
+
+def _time(plan: Plan) -> list[str]:
+    t, p = plan.time, plan.pipeline
+    recompute = f", {plan.recompute} recompute" if plan.recompute != "none" else ""
+    return [
+        f"  {'global batch':<{_WIDTH}}{plan.global_batch_size} sequences of {plan.seq_length} tokens = "
+        f"dp {plan.degrees.dp} x {p.num_microbatches} microbatches x {p.microbatch_size}{recompute}",
+        f"  {'step time':<{_WIDTH}}{_seconds(t.step_s)} ({_seconds(t.low_s)} to {_seconds(t.high_s)}), "
+        f"{t.tokens_per_s:,.0f} tokens/s",
+        f"  {'':<{_WIDTH}}compute {_seconds(t.compute_s)}  bubble {_seconds(t.bubble_s)}  tp {_seconds(t.tp_comm_s)}  "
+        f"pp {_seconds(t.pp_comm_s)}  dp {_seconds(t.dp_comm_s)}  optimizer {_seconds(t.optimizer_s)}",
+    ]
+
+
+def _seconds(value: float) -> str:
+    if value >= 100:
+        return f"{value:,.0f} s"
+    return f"{value:.2f} s" if value >= 1 else f"{value * 1000:.0f} ms"
+
+
+def _listed(label: str, entries: tuple[str, ...] | list[str]) -> list[str]:
+    return [f"  {label if index == 0 else '':<{_WIDTH}}{entry}" for index, entry in enumerate(entries)]

@@ -1,0 +1,149 @@
+"""The one place that says which layouts are allowed, and why not; planner and runtime both ask here."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from hpjob.plan.layout import Layout
+from hpjob.plan.model import Plan
+from hpjob.plan.shape import Shape
+
+
+@dataclass(frozen=True, slots=True)
+class RuntimeCapabilities:
+    """What the runtime can execute."""
+
+    schedules: tuple[str, ...] = ("1f1b",)
+    sequence_modes: tuple[str, ...] = ()
+    zero_stages: tuple[int, ...] = (0, 1)
+    recompute: tuple[str, ...] = ("none", "full")
+    max_ep: int = 1
+    cpu_offload: bool = False
+    families: tuple[str, ...] = ("llama",)
+    precisions: tuple[str, ...] = ("bf16", "fp32")
+
+
+RUNTIME = RuntimeCapabilities()
+
+
+def problems(shape: Shape, layout: Layout, world_size: int) -> list[str]:
+    """Return every rule that a layout breaks, as sentences; an empty list means it is legal."""
+    found = _degree_problems(shape, layout, world_size)
+    found += _pipeline_problems(shape, layout)
+    found += _sequence_problems(shape, layout)
+    return found
+
+
+def _degree_problems(shape: Shape, layout: Layout, world_size: int) -> list[str]:
+    found = []
+    tp, pp, sp, ep = layout.tp, layout.pp, layout.sp, layout.ep
+    if layout.world_size != world_size:
+        found.append(
+            f"pp {pp} x dp {layout.dp} x sp {sp} x tp {tp} = {layout.world_size} is not the world size {world_size}"
+        )
+    if shape.heads % tp:
+        found.append(f"{shape.heads} attention heads do not divide by tp {tp}")
+    elif shape.kv_heads % tp:
+        found.append(f"{shape.kv_heads} key-value heads do not divide by tp {tp}")
+    if shape.ffn % tp:
+        found.append(f"MLP width {shape.ffn} does not divide by tp {tp}")
+    if shape.vocab % tp:
+        found.append(f"vocabulary {shape.vocab} does not divide by tp {tp}")
+    if ep > 1 and not shape.num_experts:
+        found.append(f"ep {ep} needs a model with experts")
+    elif ep > 1 and shape.num_experts % ep:
+        found.append(f"{shape.num_experts} experts do not divide by ep {ep}")
+    if ep > 1 and (layout.dp * sp) % ep:
+        found.append(f"dp {layout.dp} x sp {sp} does not divide by ep {ep}")
+    return found
+
+
+def _pipeline_problems(shape: Shape, layout: Layout) -> list[str]:
+    found = []
+    pp, chunks, m = layout.pp, layout.chunks, layout.num_microbatches
+    if shape.num_layers < pp * chunks:
+        found.append(f"{shape.num_layers} layers are fewer than pp {pp} x {chunks} chunks")
+    if layout.style == "1f1b" and chunks != 1:
+        found.append(f"1f1b has one model chunk per rank, not {chunks}")
+    if layout.style == "interleaved" and chunks < 2:
+        found.append("interleaved needs at least two model chunks per rank")
+    if layout.style == "zbv" and chunks != 2:
+        found.append("zbv has two model chunks per rank")
+    if layout.style != "1f1b" and pp == 1:
+        found.append(f"{layout.style} needs pp of at least 2")
+    if pp > 1 and m < pp:
+        found.append(f"{m} microbatches are fewer than pp {pp}")
+    elif layout.style != "1f1b" and m % pp:
+        found.append(f"{layout.style} needs microbatches ({m}) in multiples of pp {pp}")
+    return found
+
+
+def _sequence_problems(shape: Shape, layout: Layout) -> list[str]:
+    mode, sp, tp, seq = layout.sequence_mode, layout.sp, layout.tp, layout.seq
+    if mode is None:
+        return [f"sp {sp} needs a sequence parallelism mode"] if sp > 1 else []
+    if layout.sharded_norms:
+        found = [f"{mode} shares the TP group, so tp must be above 1"] if tp == 1 else []
+        found += [f"{mode} has no axis of its own, so sp must be 1, not {sp}"] if sp > 1 else []
+        return found + ([f"sequence length {seq} does not divide by tp {tp}"] if seq % tp else [])
+    if mode == "all_to_all":
+        found = [f"sequence length {seq} does not divide by sp {sp}"] if seq % sp else []
+        bad = [
+            f"{count} {what}"
+            for count, what in ((shape.heads, "heads"), (shape.kv_heads, "key-value heads"))
+            if count % (sp * tp)
+        ]
+        return found + [f"{what} do not divide by sp {sp} x tp {tp} (all_to_all)" for what in bad]
+    return [f"sequence length {seq} does not divide by 2 x sp {sp} (ring_attn)"] if seq % (2 * sp) else []
+
+
+def unsupported_layout(layout: Layout, capabilities: RuntimeCapabilities = RUNTIME) -> list[str]:
+    """Return what the runtime cannot execute of a legal layout, as sentences."""
+    c = capabilities
+    found = []
+    if layout.pp > 1 and layout.style not in c.schedules:
+        found.append(f"the runtime has no {layout.style} schedule (it has {', '.join(c.schedules)})")
+    if layout.sequence_mode is not None and layout.sequence_mode not in c.sequence_modes:
+        found.append(f"the runtime has no {layout.sequence_mode} sequence parallelism")
+    if layout.zero not in c.zero_stages:
+        found.append(f"the runtime has no ZeRO stage {layout.zero} (it has {', '.join(map(str, c.zero_stages))})")
+    if layout.recompute not in c.recompute:
+        found.append(f"the runtime has no {layout.recompute} recomputation (it has {', '.join(c.recompute)})")
+    if layout.ep > c.max_ep:
+        found.append("the runtime has no expert parallelism")
+    if layout.cpu_offload and not c.cpu_offload:
+        found.append("the runtime cannot offload to the host's memory")
+    if layout.precision not in c.precisions:
+        found.append(f"the runtime has no {layout.precision} precision (it has {', '.join(c.precisions)})")
+    return found
+
+
+def unsupported_by_runtime(plan: Plan, capabilities: RuntimeCapabilities = RUNTIME) -> list[str]:
+    """Return what the runtime cannot execute of a plan, as sentences; empty = it can run."""
+    found = unsupported_layout(layout_of(plan), capabilities)
+    if plan.model_type not in capabilities.families:
+        found.append(f"the runtime has no {plan.model_type} models (it has {', '.join(capabilities.families)})")
+    return found
+
+
+def layout_of(plan: Plan) -> Layout:
+    """Return the layout that a plan describes."""
+    d, p = plan.degrees, plan.pipeline
+    return Layout(
+        tp=d.tp,
+        pp=d.pp,
+        dp=d.dp,
+        sp=d.sp,
+        ep=d.ep,
+        num_microbatches=p.num_microbatches,
+        microbatch=p.microbatch_size,
+        seq=plan.seq_length,
+        sequence_mode=plan.sequence_parallelism_mode,
+        zero=plan.zero_stage,
+        style=p.style,
+        chunks=p.num_model_chunks,
+        recompute=plan.recompute,
+        every_kth=plan.recompute_every_kth_layer,
+        precision=plan.precision,
+        cpu_offload=plan.cpu_offload,
+    )

@@ -1,0 +1,157 @@
+"""Chooses a plan: the fastest layout that is legal, fits into memory and can be executed."""
+
+from __future__ import annotations
+
+from hpjob.core.errors import UserInputError
+from hpjob.plan.hardware import Hardware, hardware_of
+from hpjob.plan.layout import split_layers
+from hpjob.plan.legality import RUNTIME, unsupported_layout
+from hpjob.plan.memory import memory_limit_gib, rank_memory
+from hpjob.plan.model import ParallelDegrees, Pipeline, Plan, TimeEstimate
+from hpjob.plan.placement import place
+from hpjob.plan.reasons import explain_choice
+from hpjob.plan.refusal import no_legal_layout, nothing_fits
+from hpjob.plan.search import Candidate, Problem, evaluate, legal_layouts
+from hpjob.plan.shape import shape_of
+from hpjob.recipe.model import Recipe
+from hpjob.topology.load import load_machine
+from hpjob.topology.model import MachineType, Topology
+
+_FALLBACK_MACHINE = "dgx-a100-40g"
+_INTERVAL = 0.2
+"""Half width of the interval around a predicted step time."""
+
+
+def make_plan(recipe: Recipe, topology: Topology, *, gpus_per_node: int | None = None) -> Plan:
+    """Return the best plan of a recipe for the nodes of a topology.
+
+    Args:
+        recipe: Values that it fixes are kept; ``auto`` ones are chosen.
+        topology: Its nodes are all used.
+        gpus_per_node: Ranks a node; None = the recipe's value, else all GPUs of a node.
+
+    Raises:
+        UserInputError: Fixed values contradict each other or the nodes.
+        NothingFitsError: Every legal layout needs more memory than a GPU has.
+    """
+    machine, warnings = _machine(topology)
+    per_node = _ranks_per_node(recipe, topology, machine, gpus_per_node)
+    hardware = hardware_of(machine, per_node)
+    problem = Problem(
+        shape=shape_of(recipe.model),
+        settings=recipe.parallel,
+        seq=recipe.data.seq_length,
+        global_batch=recipe.training.global_batch_size,
+        world_size=len(topology.nodes) * per_node,
+        hardware=hardware,
+    )
+    candidates = [evaluate(problem, layout) for layout in legal_layouts(problem)]
+    if not candidates:
+        raise no_legal_layout(problem, recipe.name)
+    limit = memory_limit_gib(hardware)
+    fitting = [candidate for candidate in candidates if candidate.memory_gib <= limit]
+    if not fitting:
+        raise nothing_fits(problem, candidates, limit, recipe.name, len(topology.nodes))
+    # What the recipe fixes may be more than the runtime can do; nothing else may add to that.
+    fewest = min(candidate.num_unsupported for candidate in fitting)
+    runnable = [candidate for candidate in fitting if candidate.num_unsupported == fewest]
+    best = min(runnable, key=lambda candidate: candidate.order)
+    warnings += tuple(unsupported_layout(best.layout))
+    if recipe.model.model_type not in RUNTIME.families:
+        warnings += (f"the runtime has no {recipe.model.model_type} models (it has {', '.join(RUNTIME.families)})",)
+    return _plan(recipe, topology, problem, best, candidates, warnings)
+
+
+def _machine(topology: Topology) -> tuple[MachineType, tuple[str, ...]]:
+    if topology.machine is not None:
+        return topology.machine, ()
+    machine = load_machine(_FALLBACK_MACHINE)
+    memory = [gpu.memory_gib for node in topology.nodes for gpu in node.gpus if gpu.memory_gib]
+    if memory:
+        machine = machine.model_copy(update={"gpu_memory_gib": min(memory)})
+    count = len(topology.nodes[0].gpus)
+    if count:
+        island = min(machine.island_size, count)
+        machine = machine.model_copy(update={"gpus_per_node": count, "island_size": island})
+    note = f"the kind of GPU is not known: estimates are those of {_FALLBACK_MACHINE} (--machine names another)"
+    return machine, (note,)
+
+
+def _ranks_per_node(recipe: Recipe, topology: Topology, machine: MachineType, asked: int | None) -> int:
+    wanted = asked or (recipe.job.gpus_per_node if isinstance(recipe.job.gpus_per_node, int) else None)
+    counts = {len(node.gpus) for node in topology.nodes}
+    have = min(counts) or None
+    if machine.island_kind == "host":
+        return wanted or machine.gpus_per_node
+    if wanted and have and wanted > have:
+        raise UserInputError(
+            f"{wanted} GPUs a node asked for, but the nodes have {have}",
+            hint=f"use --set job.gpus_per_node={have} or less, or leave it `auto`",
+        )
+    return wanted or have or machine.gpus_per_node
+
+
+def _plan(
+    recipe: Recipe,
+    topology: Topology,
+    problem: Problem,
+    best: Candidate,
+    candidates: list[Candidate],
+    warnings: tuple[str, ...],
+) -> Plan:
+    layout, hardware = best.layout, problem.hardware
+    degrees = ParallelDegrees(pp=layout.pp, dp=layout.dp, sp=layout.sp, tp=layout.tp, ep=layout.ep)
+    ordered, placement = place(degrees, topology, hardware.gpus_per_node)
+    limit = memory_limit_gib(hardware)
+    reasons, runners_up = explain_choice(problem, best, candidates, limit)
+    return Plan(
+        recipe=recipe.name,
+        model_type=recipe.model.model_type,
+        machine=hardware.name,
+        num_nodes=len(ordered.nodes),
+        gpus_per_node=hardware.gpus_per_node,
+        degrees=degrees,
+        zero_stage=layout.zero,
+        sequence_parallelism_mode=layout.sequence_mode,
+        pipeline=Pipeline(
+            style=layout.style,
+            num_model_chunks=layout.chunks,
+            num_microbatches=layout.num_microbatches,
+            microbatch_size=layout.microbatch,
+            layers_per_stage=split_layers(problem.shape.num_layers, layout.pp * layout.chunks),
+        ),
+        recompute=layout.recompute,
+        recompute_every_kth_layer=layout.every_kth,
+        precision=layout.precision,
+        cpu_offload=layout.cpu_offload,
+        global_batch_size=problem.global_batch,
+        seq_length=problem.seq,
+        placement=placement,
+        memory=tuple(rank_memory(problem.shape, layout, rank, is_cpu=hardware.is_cpu) for rank in range(layout.pp)),
+        memory_limit_gib=limit,
+        time=_time_estimate(best, problem),
+        reasons=reasons,
+        runners_up=runners_up,
+        warnings=warnings,
+    )
+
+
+def _time_estimate(best: Candidate, problem: Problem) -> TimeEstimate:
+    t = best.time
+    return TimeEstimate(
+        step_s=round(t.step, 4),
+        compute_s=round(t.compute, 4),
+        bubble_s=round(t.bubble, 4),
+        tp_comm_s=round(t.tp_comm, 4),
+        pp_comm_s=round(t.pp_comm, 4),
+        dp_comm_s=round(t.dp_comm, 4),
+        optimizer_s=round(t.optimizer, 4),
+        tokens_per_s=round(problem.global_batch * problem.seq / t.step, 1),
+        low_s=round(t.step * (1 - _INTERVAL), 4),
+        high_s=round(t.step * (1 + _INTERVAL), 4),
+    )
+
+
+def hardware_for(topology: Topology, gpus_per_node: int | None = None) -> Hardware:
+    """Return the speeds that plans for a topology are priced with."""
+    return hardware_of(_machine(topology)[0], gpus_per_node)

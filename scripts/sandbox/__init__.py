@@ -1,0 +1,1 @@
+"""A real Slurm on one machine: one slurmctld, one slurmd per virtual node. Standard library only."""

@@ -1,0 +1,67 @@
+"""What all tests share: a clean environment, the Slurm sandbox, recorded data."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.support.slurm_sandbox import SlurmSandbox
+
+SLURM_PREFIXES = ("SLURM", "SBATCH_", "SALLOC_", "SRUN_", "SQUEUE_", "SINFO_", "SCANCEL_")
+
+
+def pytest_configure() -> None:
+    """Tests see no Slurm but the one that they ask for, even inside a job."""
+    for key in [key for key in os.environ if key.startswith(SLURM_PREFIXES)]:
+        del os.environ[key]
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Send all tests on the Slurm sandbox to one xdist worker, so that there is one sandbox."""
+    for item in items:
+        if item.get_closest_marker("slurm"):
+            item.add_marker(pytest.mark.xdist_group("slurm"))
+
+
+@pytest.fixture
+def new_sandbox() -> Iterator[SlurmSandbox]:
+    """A sandbox of one test that is not started yet; ended and deleted afterwards."""
+    # Sockets lie below, whose paths may have 107 bytes, so pytest's own nested folders are too deep.
+    path = Path(tempfile.mkdtemp(prefix="hpjob-"))
+    sandbox = SlurmSandbox(path / "s")
+    yield sandbox
+    sandbox.control("down", check=False)
+    shutil.rmtree(path)
+
+
+@pytest.fixture(scope="session")
+def slurm_sandbox() -> Iterator[SlurmSandbox]:
+    """The sandbox that tests marked ``slurm`` share: 4 nodes of 8 GPUs under two leaf switches."""
+    path = Path(tempfile.mkdtemp(prefix="hpjob-"))
+    sandbox = SlurmSandbox(path / "s")
+    started = sandbox.control("up", check=False)
+    if started.returncode != 0:
+        shutil.rmtree(path)
+        if "is not installed" in started.stderr:
+            pytest.skip(f"no Slurm on this machine: {started.stderr.splitlines()[0]}")
+        pytest.fail(started.stderr)
+    yield sandbox
+    sandbox.control("down")
+    shutil.rmtree(path)
+
+
+@pytest.fixture(scope="session")
+def test_data() -> Path:
+    """Folder of recorded cluster data that is not part of the repository."""
+    value = os.environ.get("HPJOB_TEST_DATA", "")
+    if not value:
+        pytest.skip("HPJOB_TEST_DATA is not set: it names the folder of recorded cluster data")
+    if not Path(value).is_dir():
+        pytest.fail(f"HPJOB_TEST_DATA is {value}, which is no folder")
+    return Path(value).resolve()

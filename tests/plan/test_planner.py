@@ -1,0 +1,127 @@
+"""Plans: legal, inside the memory, deterministic, explained; impossible wishes get the nearest legal layouts."""
+
+import pytest
+from typer.testing import CliRunner
+
+from hpjob.cli.app import app
+from hpjob.core.errors import ExitCode, NothingFitsError, UserInputError
+from hpjob.plan.explain import render_plan
+from hpjob.plan.legality import layout_of, problems, unsupported_by_runtime
+from hpjob.plan.model import Plan
+from hpjob.plan.planner import make_plan
+from hpjob.plan.shape import shape_of
+from hpjob.recipe.load import load_recipe
+from hpjob.topology.load import load_machine, local_topology, machine_topology
+
+
+def _plan(recipe: str, nodes: int, machine: str, *overrides: str, gpus_per_node: int | None = None) -> Plan:
+    topology = machine_topology(load_machine(machine), nodes)
+    return make_plan(load_recipe(recipe, list(overrides)), topology, gpus_per_node=gpus_per_node)
+
+
+@pytest.mark.parametrize(
+    ("recipe", "nodes", "machine"),
+    [
+        ("7b", 1, "dgx-a100-80g"),
+        ("7b", 3, "hgx-h100"),
+        ("13b", 2, "dgx-a100-40g"),
+        ("70b", 4, "dgx-a100-80g"),
+        ("70b", 8, "hgx-h200"),
+        ("llama3-8b", 2, "mi300x"),
+        ("7b", 2, "pcie-l40s"),
+        ("70b", 16, "gb200-nvl72"),
+    ],
+)
+def test_plan_is_legal_fits_and_can_run(recipe: str, nodes: int, machine: str) -> None:
+    plan = _plan(recipe, nodes, machine)
+    world = nodes * plan.gpus_per_node
+    assert plan.degrees.world_size == world == len(plan.placement)
+    assert problems(shape_of(load_recipe(recipe, []).model), layout_of(plan), world) == []
+    assert unsupported_by_runtime(plan) == []
+    assert max(rank.total_gib for rank in plan.memory) <= plan.memory_limit_gib
+    pipeline = plan.pipeline
+    assert plan.degrees.dp * pipeline.num_microbatches * pipeline.microbatch_size == plan.global_batch_size
+    assert plan.time.low_s < plan.time.step_s < plan.time.high_s
+    assert plan == _plan(recipe, nodes, machine)
+    assert Plan.model_validate_json(plan.model_dump_json()) == plan
+
+
+def test_fixed_values_are_kept_and_what_the_runtime_lacks_is_said() -> None:
+    plan = _plan("70b-a100-published", 4, "dgx-a100-80g")
+    assert (plan.degrees.tp, plan.degrees.pp, plan.degrees.dp, plan.zero_stage) == (4, 4, 2, 1)
+    assert (plan.pipeline.style, plan.pipeline.num_model_chunks, plan.pipeline.num_microbatches) == (
+        "interleaved",
+        2,
+        8,
+    )
+    assert plan.precision == "bf16"
+    for sentence in unsupported_by_runtime(plan):
+        assert sentence in plan.warnings
+
+
+def test_tiny_runs_as_two_by_two_by_two_here() -> None:
+    recipe = load_recipe("tiny", [])
+    plan = make_plan(recipe, local_topology(2, 4))
+    assert (plan.degrees.tp, plan.degrees.pp, plan.degrees.dp) == (2, 2, 2)
+    assert (plan.num_nodes, plan.gpus_per_node, plan.precision) == (2, 4, "fp32")
+
+
+@pytest.mark.parametrize(
+    ("overrides", "expected"),
+    [
+        (["parallel.tp_size=3"], "tp 3 does not divide the world size 32"),
+        (["parallel.tp_size=4", "parallel.pp_size=3"], "tp 4 x pp 3 = 12 does not divide the world size 32"),
+        (["parallel.tp_size=16"], "8 key-value heads do not divide by tp 16"),
+        (["parallel.pp_size=32", "model.num_hidden_layers=8"], "8 layers are fewer than pp 32"),
+        (
+            ["parallel.tp_size=4", "parallel.pp_size=4", "parallel.sp_size=1", "training.global_batch_size=15"],
+            "global batch 15 does not divide by dp 2",
+        ),
+        (
+            ["parallel.tp_size=4", "parallel.pp_size=4", "parallel.sp_size=1", "parallel.microbatch_size=3"],
+            "does not divide by 3 sequences a microbatch",
+        ),
+    ],
+)
+def test_impossible_wishes_get_the_rule_and_the_nearest_legal_layouts(overrides: list[str], expected: str) -> None:
+    with pytest.raises(UserInputError) as caught:
+        _plan("70b", 4, "dgx-a100-80g", *overrides)
+    assert expected in caught.value.message
+    assert "nearest legal layouts: tp " in caught.value.hint or "global_batch_size" in caught.value.hint
+
+
+def test_nothing_fits_says_how_much_is_missing_and_what_helps() -> None:
+    with pytest.raises(NothingFitsError) as caught:
+        _plan("70b", 1, "dgx-a100-80g")
+    assert "GiB a GPU" in caught.value.message
+    assert "use --nodes" in caught.value.hint
+    with pytest.raises(NothingFitsError) as caught:
+        _plan("70b", 4, "dgx-a100-80g", "parallel.tp_size=4", "parallel.pp_size=4", "parallel.num_microbatches=8")
+    assert "--set training.global_batch_size=" in caught.value.hint
+
+
+def test_too_many_gpus_per_node_is_the_users_mistake() -> None:
+    with pytest.raises(UserInputError, match="9 GPUs a node asked for, but the nodes have 8"):
+        _plan("7b", 1, "hgx-h100", gpus_per_node=9)
+
+
+def test_text_names_choice_memory_time_reasons_and_runners_up() -> None:
+    plan = _plan("70b", 4, "dgx-a100-80g")
+    text = render_plan(plan)
+    assert plan.summary in text
+    for label in ("memory per GPU", "step time", "why", "next best"):
+        assert label in text
+    assert all(runner_up.why_not in text for runner_up in plan.runners_up)
+
+
+def test_command_prints_one_document_and_maps_errors_to_codes() -> None:
+    runner = CliRunner()
+    done = runner.invoke(app, ["plan", "--recipe", "7b", "--nodes", "2", "--machine", "hgx-h100", "--json"])
+    assert done.exit_code == 0
+    assert Plan.model_validate_json(done.stdout).num_nodes == 2
+    failed = runner.invoke(app, ["plan", "--recipe", "70b", "--nodes", "1", "--machine", "dgx-v100"])
+    assert isinstance(failed.exception, NothingFitsError)
+    assert failed.exception.exit_code == ExitCode.NOTHING_FITS
+    shown = runner.invoke(app, ["recipes", "show", "tiny"])
+    assert "num_hidden_layers: 4" in shown.stdout
+    assert "70b" in runner.invoke(app, ["recipes", "list"]).stdout

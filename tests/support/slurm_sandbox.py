@@ -1,0 +1,100 @@
+"""Handles a Slurm sandbox from tests."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+SCRIPT = Path(__file__).resolve().parents[2] / "scripts" / "slurm-sandbox"
+
+
+@dataclass(frozen=True)
+class SlurmSandbox:
+    """One sandbox with its own state folder.
+
+    Attributes:
+        path: State folder.
+    """
+
+    path: Path
+
+    @property
+    def env(self) -> dict[str, str]:
+        """Environment whose Slurm commands use this sandbox."""
+        return {**os.environ, "SLURM_CONF": str(self.path / "slurm.conf")}
+
+    def run(
+        self, *command: str | Path, check: bool = True, timeout: float = 120, env: Mapping[str, str] | None = None
+    ) -> subprocess.CompletedProcess[str]:
+        """Run a command against this sandbox; with ``check`` a failure shows what it wrote."""
+        done = subprocess.run(
+            [str(part) for part in command],
+            env={**self.env, **(env or {})},
+            capture_output=True,
+            text=True,
+            timeout=timeout,
+            check=False,
+        )
+        if check:
+            assert done.returncode == 0, f"{command} exited {done.returncode}\n{done.stdout}\n{done.stderr}"
+        return done
+
+    def control(self, command: str, *arguments: str, check: bool = True) -> subprocess.CompletedProcess[str]:
+        """Run ``slurm-sandbox COMMAND`` on this sandbox."""
+        return self.run(sys.executable, SCRIPT, command, "--state-dir", self.path, *arguments, check=check)
+
+    def status(self) -> dict[str, Any]:
+        document: dict[str, Any] = json.loads(self.control("status", "--json", check=False).stdout)
+        return document
+
+    def submit(self, *arguments: str | Path) -> str:
+        """Run sbatch and return the job id."""
+        return self.run("sbatch", "--parsable", *arguments).stdout.strip().partition(";")[0]
+
+    def job(self, job_id: str) -> dict[str, str]:
+        """Fields of ``scontrol show job``."""
+        text = self.run("scontrol", "show", "job", job_id, "--oneliner").stdout
+        pairs = (field.partition("=") for field in text.split())
+        return {key: value for key, _, value in pairs}
+
+    def wait_for(self, condition: Callable[[], object], what: str, timeout: float = 90) -> None:
+        """Poll until ``condition`` holds; fail after ``timeout`` seconds."""
+        wait_for(condition, what, timeout)
+
+    def wait_for_job(self, job_id: str, *states: str, timeout: float = 90) -> None:
+        """Wait until a job is in one of these states."""
+        self.wait_for(lambda: self.job(job_id)["JobState"] in states, f"job {job_id} in {'/'.join(states)}", timeout)
+
+
+def wait_for(condition: Callable[[], object], what: str, timeout: float = 90) -> None:
+    """Poll until ``condition`` holds; fail after ``timeout`` seconds."""
+    until = time.monotonic() + timeout
+    while not condition():
+        assert time.monotonic() < until, f"after {timeout:.0f} s still not: {what}"
+        time.sleep(0.05)
+
+
+def processes_of(path: Path) -> dict[int, str]:
+    """Running processes that have to do with a folder: named in command line, environment, open files or as cwd."""
+    found = {}
+    for entry in Path("/proc").iterdir():
+        if not entry.name.isdigit() or int(entry.name) == os.getpid():
+            continue
+        try:
+            if (entry / "stat").read_text().rpartition(")")[2].split()[0] in "ZX":
+                continue
+            command = (entry / "cmdline").read_bytes()
+            texts = [command, (entry / "environ").read_bytes(), os.fsencode((entry / "cwd").readlink())]
+            texts += [os.fsencode(link.readlink()) for link in (entry / "fd").iterdir()]
+        except OSError:  # ended meanwhile, or another user's
+            continue
+        if any(os.fsencode(path) in text for text in texts):
+            found[int(entry.name)] = command.replace(b"\0", b" ").decode(errors="replace")
+    return found
