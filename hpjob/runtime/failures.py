@@ -18,7 +18,7 @@ from dataclasses import asdict
 from typing import NoReturn
 
 from hpjob.core.errors import EnvironmentProblemError, ExitCode, HpjobError
-from hpjob.core.run_records import Failure, FailureKind, Outcome, write_json
+from hpjob.core.run_records import Failure, FailureKind, Outcome, first_failure, read_failures, write_json
 from hpjob.runtime.rank import Rank
 
 log = logging.getLogger(__name__)
@@ -105,7 +105,9 @@ class FailureReporter:
         if self.notify is not None:
             self.notify(f"rank {self.rank.rank} on {self.rank.node} failed: {exception}: {message}"[:500])
         if self.rank.rank == 0:
-            self._write_outcome(f"{exception}: {message}")
+            # Another rank may have said already what this one only noticed.
+            first = first_failure(read_failures(attempt)) or failure
+            self._write_outcome(f"rank {first.rank} on {first.node}: {first.exception}: {first.message}")
 
     def _write_outcome(self, reason: str) -> None:
         if self.rank.attempt.outcome.exists():

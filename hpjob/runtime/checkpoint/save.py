@@ -63,8 +63,11 @@ def save_checkpoint(
         files = _write(folder.partial(step) / DATA_NAME, engine, step)
         manifest = on_rank_zero(lambda: _publish(folder, _manifest(position, plan, fingerprint, files)))
     except AgreedError as error:
+        # Said because a full disk may come as an odd error: torch's writer checks its position first.
+        free = on_rank_zero(folder.free_mib)
         on_rank_zero(lambda: folder.abandon(step))
-        return SaveResult(step=step, error=str(error), duration_s=time.perf_counter() - started)
+        reason = f"{error} ({free} MiB were free)"
+        return SaveResult(step=step, error=reason, duration_s=time.perf_counter() - started)
     return SaveResult(
         step=step,
         error=None,
