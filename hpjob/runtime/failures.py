@@ -69,11 +69,13 @@ class FailureReporter:
     def leave(self, error: BaseException) -> NoReturn:
         """Report an exception of the main thread and end the process."""
         text = "".join(traceback.format_exception(error))
-        message = f"{error.message} (hint: {error.hint})" if isinstance(error, HpjobError) else str(error)
-        log.error("rank %d on %s failed\n%s", self.rank.rank, self.rank.node, text.rstrip())
-        code = error.exit_code if isinstance(error, HpjobError) else ExitCode.BUG
-        if isinstance(error, KeyboardInterrupt):
+        message, shown, code = str(error), text.rstrip(), ExitCode.BUG
+        if isinstance(error, HpjobError):
+            message, code = f"{error.message} (hint: {error.hint})", error.exit_code
+            shown = f"error: {error.message}\nhint: {error.hint}"
+        elif isinstance(error, KeyboardInterrupt):
             code = ExitCode.INTERRUPTED
+        log.error("rank %d on %s failed\n%s", self.rank.rank, self.rank.node, shown)
         self._report(classify(error), type(error).__name__, message, text)
         leave_process(int(code))
 

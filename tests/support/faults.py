@@ -110,11 +110,11 @@ def _kill_in_save(moment: str, wanted_rank: int, wanted_step: int, rank: int) ->
 
 
 def _kill_when_shard_is_half_written(save_module: Any, name: str) -> None:
-    class HalfWriter(save_module.FileSystemWriter):  # type: ignore[misc, name-defined]
+    class HalfWriter(save_module._Writer):  # type: ignore[misc, name-defined]
         def write_data(self, plan: Any, planner: Any) -> Any:
             if name in str(self.path):
                 Path(self.path, f"__{os.environ['HPJOB_RANK']}_0.distcp").write_bytes(b"\0" * 1000)
                 kill_self()
             return super().write_data(plan, planner)
 
-    save_module.FileSystemWriter = HalfWriter
+    save_module._Writer = HalfWriter
