@@ -19,7 +19,7 @@ from hpjob.core.run_records import (
     write_json,
 )
 from hpjob.slurm.progress import ATTEMPTS_WITHOUT_PROGRESS, stuck
-from hpjob.slurm.query import job_state
+from hpjob.slurm.query import was_cancelled
 from hpjob.slurm.srun_log import TaskEnd, parse_srun_log
 
 Decision = Literal["requeue", "done", "stop"]
@@ -102,7 +102,7 @@ def _decide(run: RunDir, attempt: AttemptDir, exit_code: int, ends: list[TaskEnd
         return "stop", "the ranks failed" if exit_code else "the ranks ended without saying why"
     if run.cancelled.exists():
         return "stop", "cancelled; `hpjob resume` goes on"
-    if document.get("executor") == "slurm" and job_state(job_id).state == "CANCELLED":
+    if document.get("executor") == "slurm" and was_cancelled(job_id, int(document.get("restart_count") or 0)):
         return "stop", "the job was cancelled; `hpjob resume` goes on"
     if stuck(run, job_id):
         return "stop", (

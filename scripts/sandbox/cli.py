@@ -13,6 +13,7 @@ from sandbox import cluster
 from sandbox.errors import ENVIRONMENT, INTERRUPTED, SandboxError
 from sandbox.folder import Folder, default_path
 from sandbox.options import PREEMPT_MODES, Options
+from sandbox.packages import install_missing
 from sandbox.status import describe, render
 
 EPILOG = """\
@@ -44,6 +45,7 @@ def _parser() -> argparse.ArgumentParser:
         return commands.add_parser(name, help=text, description=text, parents=[common], allow_abbrev=False)
 
     _add_up_options(add("up", "start it, or repair the one that runs"))
+    commands.add_parser("install", help="install Slurm's packages when missing", description="Needs root and apt-get.")
     add("down", "end it with all its jobs and delete its folder")
     add("status", "say what runs").add_argument("--json", action="store_true", help="one JSON document")
     add("env", "print shell lines that point Slurm's commands at it")
@@ -93,6 +95,9 @@ def _options(arguments: argparse.Namespace) -> Options:
 
 
 def _run(arguments: argparse.Namespace) -> int:
+    if arguments.command == "install":
+        install_missing()
+        return 0
     folder = Folder(arguments.state_dir.expanduser().absolute())
     match arguments.command:
         case "up":

@@ -104,7 +104,7 @@ class DecoderStage(nn.Module):
     @property
     def decoder_layers(self) -> list[nn.Module]:
         """This stage's decoder layers, in model order."""
-        return list(self.model.layers.values())  # type: ignore[operator,union-attr]
+        return list(self.model.layers.values())  # type: ignore[operator]
 
     def global_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
         """Yield parameters by global name; a tied head on another stage carries the embedding's name."""

@@ -1,0 +1,101 @@
+"""The reference: one process, a plain transformers model, plain torch optimizer and clipping.
+
+Nothing here uses our layers, schedule, loss or optimizer, so a fault that all layouts share shows too.
+Only the initial weights and the batches come from the same functions.
+"""
+
+from __future__ import annotations
+
+import copy
+import math
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from hpjob.recipe.model import ModelShape, OptimizerSettings, Recipe
+from hpjob.runtime.model.initial import initial_weight
+from hpjob.runtime.parity.data import global_batch
+
+
+@dataclass(frozen=True, slots=True)
+class Trajectory:
+    """What a training run leaves behind.
+
+    Attributes:
+        losses: Mean token loss of every step.
+        gradients: Unclipped gradients of step 1, by name.
+        weights: After the last step, by name.
+    """
+
+    losses: list[float]
+    gradients: dict[str, Tensor]
+    weights: dict[str, Tensor]
+
+
+def train_reference(recipe: Recipe, steps: int) -> Trajectory:
+    """Train in one process in the recipe's precision; master weights, moments and norms are fp32."""
+    model = _model(recipe)
+    settings = recipe.optimizer
+    optimizer = _optimizer(model, settings)
+    losses: list[float] = []
+    gradients: dict[str, Tensor] = {}
+    for step in range(1, steps + 1):
+        optimizer.zero_grad()
+        losses.append(_backward(model, recipe, step))
+        if step == 1:
+            gradients = {n: p.grad.clone() for n, p in model.named_parameters() if p.grad is not None}
+        if settings.max_norm:
+            torch.nn.utils.clip_grad_norm_(model.parameters(), settings.max_norm)
+        for group in optimizer.param_groups:
+            group["lr"] = _rate(settings, step, recipe.training.steps)
+        optimizer.step()
+    weights = {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
+    return Trajectory(losses, gradients, weights)
+
+
+def _model(recipe: Recipe) -> nn.Module:
+    shape: ModelShape = recipe.model
+    settings = shape.model_dump(exclude={"model_type", "rope_theta"}) | {"head_dim": shape.attention_head_dim}
+    rope = {"rope_type": "default", "rope_theta": shape.rope_theta}
+    config = AutoConfig.for_model(shape.model_type, rope_parameters=rope, use_cache=False, **settings)
+    model: nn.Module = AutoModelForCausalLM.from_config(config, dtype=torch.float32, attn_implementation="sdpa")
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            std = shape.initializer_range
+            parameter.copy_(initial_weight(name, tuple(parameter.shape), seed=recipe.training.seed, std=std))
+    return model.train()
+
+
+def _optimizer(model: nn.Module, settings: OptimizerSettings) -> torch.optim.Optimizer:
+    matrices = [p for p in model.parameters() if p.ndim >= 2]
+    vectors = [p for p in model.parameters() if p.ndim < 2]
+    groups = [
+        {"params": matrices, "weight_decay": settings.weight_decay},
+        {"params": vectors, "weight_decay": 0.0},
+    ]
+    return torch.optim.AdamW(groups, lr=settings.lr, betas=settings.betas, eps=settings.eps)
+
+
+def _backward(model: nn.Module, recipe: Recipe, step: int) -> float:
+    """Leave the gradients of the mean token loss on the fp32 model and return the loss."""
+    batch = global_batch(recipe, step)
+    compute = model if recipe.parallel.precision == "fp32" else copy.deepcopy(model).to(torch.bfloat16)
+    logits = compute(input_ids=batch.input_ids, position_ids=batch.position_ids).logits
+    loss = torch.nn.functional.cross_entropy(logits.float().flatten(0, 1), batch.labels.flatten(), ignore_index=-100)
+    loss.backward()  # type: ignore[no-untyped-call]
+    if compute is not model:
+        for master, copied in zip(model.parameters(), compute.parameters(), strict=True):
+            master.grad = None if copied.grad is None else copied.grad.float()
+    return loss.item()
+
+
+def _rate(settings: OptimizerSettings, step: int, total: int) -> float:
+    if step <= settings.warmup_steps:
+        return settings.lr * step / settings.warmup_steps
+    done = (step - settings.warmup_steps) / (total - settings.warmup_steps)
+    lowest = settings.lr * settings.min_lr_ratio
+    if settings.schedule == "cosine":
+        return lowest + (settings.lr - lowest) * (1 + math.cos(math.pi * done)) / 2
+    return settings.lr if settings.schedule == "constant" else settings.lr + (lowest - settings.lr) * done

@@ -1,0 +1,47 @@
+"""Run many parity cases; references are trained once for each model and batch size."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+from hpjob.core.errors import HpjobError
+from hpjob.runtime.parity.case import Case, parse_case
+from hpjob.runtime.parity.compare import Outcome, compare_case
+from hpjob.runtime.parity.reference import Trajectory, train_reference
+from hpjob.runtime.process_pool import ProcessPool
+
+
+def run_cases(
+    pool: ProcessPool, lines: Sequence[str], *, steps: int, model_type: str = "llama", broken: str | None = None
+) -> Iterator[Outcome]:
+    """Yield the outcome of every case, in order.
+
+    Args:
+        pool: Its size is the world that cases fill.
+        lines: Cases as :func:`hpjob.runtime.parity.case.parse_case` reads them.
+        steps: Optimizer steps.
+        model_type: Model family.
+        broken: Name of a deliberate fault.
+    """
+    references: dict[str, Trajectory] = {}
+    for line in lines:
+        try:
+            case = parse_case(line, world=pool.size, steps=steps, model_type=model_type)
+        except HpjobError as error:
+            yield Outcome(line, pool.size, None, None, None, steps, False, error.message)
+            continue
+        if case.world > pool.size:
+            reason = f"needs {case.world} processes, --world is {pool.size}"
+            yield Outcome(line, case.world, None, None, None, steps, False, reason)
+            continue
+        key = _reference_key(case)
+        if key not in references:
+            references[key] = train_reference(case.recipe, steps)
+        yield compare_case(pool, case, references[key], steps, broken)
+
+
+def _reference_key(case: Case) -> str:
+    """Return what a one-process run depends on."""
+    recipe = case.recipe
+    parts = (recipe.model, recipe.data, recipe.training, recipe.optimizer)
+    return "\n".join([recipe.parallel.precision, *(part.model_dump_json() for part in parts)])

@@ -1,0 +1,180 @@
+"""Worker processes on this host that form process groups; started once and reused.
+
+Importing torch and transformers costs seconds, so one server process imports them and the workers are
+forked from it. A job is a function that runs on the first ``world`` workers inside a fresh process
+group. When a worker fails, its peers may wait in a collective for ever: all workers are then ended and
+new ones start with the next job.
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import pickle
+import traceback
+from collections.abc import Callable
+from dataclasses import dataclass
+from datetime import timedelta
+from multiprocessing.connection import Connection, wait
+from typing import Any, Self
+
+import torch
+import torch.distributed as dist
+from torch._C._distributed_c10d import PrefixStore, TCPStore
+
+_PRELOAD = ["hpjob.runtime.engine", "hpjob.runtime.parity.worker"]
+_SETTINGS = {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo", "TOKENIZERS_PARALLELISM": "false"}
+
+
+class WorkerError(RuntimeError):
+    """A job failed; the message is the traceback of the first worker that failed."""
+
+    def __init__(self, rank: int, error: BaseException | None, trace: str) -> None:
+        super().__init__(f"rank {rank}: {trace}")
+        self.rank = rank
+        self.error = error
+
+
+@dataclass(slots=True)
+class _Worker:
+    process: Any
+    connection: Connection
+
+
+class ProcessPool:
+    """Up to ``size`` ranks on this host.
+
+    Args:
+        size: Largest world of a job.
+        backend: ``gloo`` or ``nccl``; with nccl, rank r uses GPU r.
+        timeout_s: Of a collective and of a whole job.
+    """
+
+    def __init__(self, size: int, *, backend: str = "gloo", timeout_s: float = 300.0) -> None:
+        self.size = size
+        self._backend = backend
+        self._timeout_s = timeout_s
+        self._workers: list[_Worker] = []
+        self._jobs = 0
+        self._store: TCPStore | None = None
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def run(self, function: Callable[..., Any], *args: Any, world: int) -> list[Any]:
+        """Run ``function(*args)`` on ranks 0 to ``world - 1`` and return their results in rank order.
+
+        Args:
+            function: Importable by name; it finds an initialised default process group.
+            args: Picklable, the same for all ranks.
+            world: At most the size of the pool.
+
+        Raises:
+            WorkerError: A rank raised, died or took too long.
+        """
+        if not 1 <= world <= self.size:
+            raise ValueError(f"a job of {world} ranks does not fit a pool of {self.size}")
+        self._start()
+        assert self._store is not None
+        self._jobs += 1
+        job = (self._store.port, self._jobs, self._backend, world, self._timeout_s)
+        call = pickle.dumps((function, args))
+        for rank in range(world):
+            self._workers[rank].connection.send((rank, job, call))
+        return self._collect(world)
+
+    def close(self) -> None:
+        """End all workers."""
+        for worker in self._workers:
+            worker.connection.close()
+            worker.process.kill()
+            worker.process.join()
+        self._workers.clear()
+        self._store = None
+
+    def _start(self) -> None:
+        if self._workers:
+            return
+        saved = {name: os.environ.get(name) for name in _SETTINGS}
+        os.environ.update(_SETTINGS)
+        try:
+            context = multiprocessing.get_context("forkserver")
+            context.set_forkserver_preload(_PRELOAD)
+            for _ in range(self.size):
+                ours, theirs = context.Pipe()
+                process = context.Process(target=_serve, args=(theirs,), daemon=True)
+                process.start()
+                theirs.close()
+                self._workers.append(_Worker(process, ours))
+        finally:
+            for name, value in saved.items():
+                os.environ.pop(name) if value is None else os.environ.update({name: value})
+        self._store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+
+    def _collect(self, world: int) -> list[Any]:
+        results: dict[int, Any] = {}
+        open_ranks = {self._workers[rank].connection: rank for rank in range(world)}
+        while open_ranks:
+            ready = wait(list(open_ranks), timeout=self._timeout_s)
+            if not ready:
+                self.close()
+                raise WorkerError(min(open_ranks.values()), None, f"no answer within {self._timeout_s:.0f} s")
+            for connection in ready:
+                rank = open_ranks.pop(connection)  # type: ignore[call-overload]
+                ok, payload = self._answer(connection, rank)  # type: ignore[arg-type]
+                if not ok:
+                    self.close()
+                    error, trace = payload
+                    raise WorkerError(rank, error, trace)
+                results[rank] = payload
+        return [results[rank] for rank in range(world)]
+
+    def _answer(self, connection: Connection, rank: int) -> tuple[bool, Any]:
+        try:
+            return pickle.loads(connection.recv_bytes())  # type: ignore[no-any-return]
+        except EOFError:
+            process = self._workers[rank].process
+            process.join()
+            return False, (None, f"the process ended with code {process.exitcode}")
+
+
+def _serve(connection: Connection) -> None:
+    torch.set_num_threads(1)
+    while True:
+        try:
+            rank, job, call = connection.recv()
+        except EOFError:
+            return
+        try:
+            answer = (True, _run(rank, job, call))
+        except Exception as error:
+            answer = (False, (_picklable(error), traceback.format_exc()))
+        connection.send_bytes(pickle.dumps(answer))
+
+
+def _run(rank: int, job: tuple[int, int, str, int, float], call: bytes) -> Any:
+    port, number, backend, world, timeout_s = job
+    timeout = timedelta(seconds=timeout_s)
+    store = TCPStore("127.0.0.1", port, is_master=False, timeout=timeout)
+    if backend == "nccl":
+        torch.cuda.set_device(rank)
+    dist.init_process_group(
+        backend, store=PrefixStore(f"job-{number}", store), rank=rank, world_size=world, timeout=timeout
+    )
+    function, args = pickle.loads(call)
+    result = function(*args)
+    # Only after success: on a failure peers may be stuck, and tearing down would wait for them.
+    dist.barrier()
+    dist.destroy_process_group()
+    return result
+
+
+def _picklable(error: BaseException) -> BaseException | None:
+    try:
+        pickle.loads(pickle.dumps(error))
+    except Exception:
+        return None
+    return error
