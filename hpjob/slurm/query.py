@@ -111,6 +111,13 @@ def job_state(job_id: str) -> JobState:
     )
 
 
+def is_being_ended(job_id: str) -> bool:
+    """Return whether Slurm itself is about to take a running job's nodes: preemption, time limit, requeue, cancel."""
+    result = run_command(["scontrol", "show", "job", "-o", job_id])
+    fields = key_values(result.stdout)
+    return fields.get("JobState") != "RUNNING" or fields.get("PreemptTime", "None") not in {"None", "N/A"}
+
+
 def was_cancelled(job_id: str, restart_count: int) -> bool:
     """Return whether Slurm is ending this start of a job because someone cancelled it.
 

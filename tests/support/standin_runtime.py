@@ -32,10 +32,11 @@ def main() -> None:
     step = newest_step(run)
     while step < behaviour["steps"]:
         if stopped and not behaviour.get("deaf"):
+            name = signal.Signals(stopped[0]).name
             if rank == 0:
                 if not behaviour.get("saves_nothing"):
                     save(run, step)
-                write(attempt / "outcome.json", {"kind": "preempted", "step": step, "reason": f"signal {stopped[0]}"})
+                write(attempt / "outcome.json", {"kind": "preempted", "step": step, "reason": f"signal {name}"})
             sys.exit(0)
         step += 1
         time.sleep(behaviour.get("step_s", 0.1))
