@@ -111,7 +111,9 @@ def _steps_off(n: float, k: float) -> float:
     return worst
 
 
-def hardware_of(machine: MachineType, gpus_per_node: int | None = None, fit: Calibration | None = None) -> Hardware:
+def hardware_of(
+    machine: MachineType, gpus_per_node: int | None = None, fit: Calibration | None = None
+) -> Hardware:
     """Return the speeds of a machine when ``gpus_per_node`` of its GPUs are used."""
     used = gpus_per_node or machine.gpus_per_node
     island = machine.island_size if machine.island_size > machine.gpus_per_node else min(machine.island_size, used)

@@ -136,7 +136,9 @@ def _state_bytes(params: float, shards: int, layout: Layout, habits: Framework) 
     return weights, gradients, params * (12 + (habits.shard_bytes if half else 0)) / owners
 
 
-def _activation_bytes(shape: Shape, layout: Layout, pp_rank: int, layers: tuple[int, int], habits: Framework) -> float:
+def _activation_bytes(
+    shape: Shape, layout: Layout, pp_rank: int, layers: tuple[int, int], habits: Framework
+) -> float:
     total = working = 0.0
     for count, experts in zip(layers, (False, True), strict=True):
         if not count:

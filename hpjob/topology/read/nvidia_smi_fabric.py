@@ -145,8 +145,7 @@ def _malformed(record: _Record) -> bool:
     clique = record.values.get("CliqueId", "N/A")
     uuid = record.values.get("ClusterUUID", "N/A")
     return not (
-        (clique.isdecimal() or _NOT_AVAILABLE.fullmatch(clique))
-        and (_UUID.fullmatch(uuid) or _NOT_AVAILABLE.fullmatch(uuid))
+        (clique.isdecimal() or _NOT_AVAILABLE.fullmatch(clique)) and (_UUID.fullmatch(uuid) or _NOT_AVAILABLE.fullmatch(uuid))
     )
 
 

@@ -14,9 +14,7 @@ from hpjob.topology.read.text import Source, is_cut_mark
 TITLE = "nvidia-smi nvlink"
 _LINK = re.compile(r"\bLink\s+([0-9]{1,3})\s*[:,]\s*(.*)")
 _SPEED = re.compile(r"([0-9]+(?:\.[0-9]+)?)\s*GB/s")
-_REMOTE = re.compile(
-    r"(?:Remote Device\s+)?([0-9A-Fa-f]{4,8}:[0-9A-Fa-f]{2}:[0-9A-Fa-f]{2}\.[0-9A-Fa-f])(?:\s*:\s*Link\s+([0-9]{1,3}))?"
-)
+_REMOTE = re.compile(r"(?:Remote Device\s+)?([0-9A-Fa-f]{4,8}:[0-9A-Fa-f]{2}:[0-9A-Fa-f]{2}\.[0-9A-Fa-f])(?:\s*:\s*Link\s+([0-9]{1,3}))?")
 _INACTIVE = re.compile(r"inactive", re.I)
 _ANY_LINK = re.compile(r"^\W*Link\s+[0-9]{1,3}\s*[:,]", re.M)
 _PLACEHOLDER = re.compile(r"F+:FF:FF\.0", re.I)
@@ -62,7 +60,9 @@ def read(source: Source) -> Reading:
         notes.append(f"links differ in speed: {', '.join(f'{speed:g}' for speed in sorted(speeds))} GB/s")
     gpus = tuple(Gpu(index=block.index, model=block.name or None) for block in blocks)
     node = Node(name=LOCAL_NODE, gpus=gpus, islands=_no_islands(links))
-    topology = Topology(nodes=(node,), source=TITLE, notes=tuple(notes), sources={f"nodes.{LOCAL_NODE}.gpus": TITLE})
+    topology = Topology(
+        nodes=(node,), source=TITLE, notes=tuple(notes), sources={f"nodes.{LOCAL_NODE}.gpus": TITLE}
+    )
     return Reading(kind="nvlink", facts=facts, topology=topology, notes=tuple(notes))
 
 

@@ -76,7 +76,9 @@ def _topology(gpus: list[int], status: dict[Pair, str], working: set[Pair], is_n
     node = Node(name=LOCAL_NODE, gpus=tuple(Gpu(index=gpu) for gpu in gpus))
     if not is_nvlink:
         return Topology(nodes=(node,), source=TITLE, sources={f"nodes.{LOCAL_NODE}.gpus": TITLE})
-    links = tuple(Link(a=a, b=b, linked=(a, b) in working) for a, b in sorted(status) if a < b and (b, a) in status)
+    links = tuple(
+        Link(a=a, b=b, linked=(a, b) in working) for a, b in sorted(status) if a < b and (b, a) in status
+    )
     whole = len(links) * 2 == len(gpus) * (len(gpus) - 1)
     found = tuple(
         Island(kind="nvlink", gpus=tuple(group), all_to_all=None if not whole else _complete(group, working))

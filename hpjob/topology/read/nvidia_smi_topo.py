@@ -246,9 +246,7 @@ def _nics(facts: Facts, gpus: list[int]) -> tuple[Nic, ...]:
         named = {rails[gpus.index(gpu)] for gpu in close} if rails else set()
         rail = named.pop() if len(named) == 1 else None
         found.append(
-            Nic(
-                name=name, near_gpus=close if whole else None, rail=rail, rail_from="text" if rail is not None else None
-            )
+            Nic(name=name, near_gpus=close if whole else None, rail=rail, rail_from="text" if rail is not None else None)
         )
     return tuple(found)
 

@@ -68,12 +68,7 @@ def _normalised(source: Source) -> Source:
     keep = [line for line in source.lines if "ffinity" in line and len(line) < 20_000][:16]
     chosen = lines if lines else keep
     text = "\n".join(_OTHER_LABEL.sub(r"GPU\1", _BOX.sub(" ", line)) for line in chosen)
-    return Source(
-        "\n".join(
-            _SELF_WORDS.sub("X", line, count=1) if " X" not in line and "\tX" not in line else line
-            for line in text.split("\n")
-        )
-    )
+    return Source("\n".join(_SELF_WORDS.sub("X", line, count=1) if " X" not in line and "\tX" not in line else line for line in text.split("\n")))
 
 
 def _link_word(plain: Source) -> str | None:

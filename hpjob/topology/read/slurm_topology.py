@@ -140,15 +140,7 @@ def _plugin(by_kind: dict[str, list[Record]], yaml_file: YamlTopologies | None, 
 
 
 def _tree_facts(switches: list[Record], printed: bool, expand: _Expander) -> Facts:
-    names = (
-        "switches",
-        "switches_by_level",
-        "roots",
-        "children_of_switch",
-        "undefined_children",
-        "nodes_per_leaf",
-        "link_speed",
-    )
+    names = ("switches", "switches_by_level", "roots", "children_of_switch", "undefined_children", "nodes_per_leaf", "link_speed")
     if not switches:
         return dict.fromkeys(names)
     defined = {record.name for record in switches}
@@ -217,9 +209,7 @@ def _block_facts(
     blocks = by_kind["block"]
     sizes = records.block_sizes
     if yaml_file is not None:
-        sizes = next(
-            (yaml_file.sizes[name] for name in [*yaml_file.defaults, *yaml_file.sizes] if name in yaml_file.sizes), None
-        )
+        sizes = next((yaml_file.sizes[name] for name in [*yaml_file.defaults, *yaml_file.sizes] if name in yaml_file.sizes), None)
     printed = [record.size for record in blocks if record.size is not None]
     return {
         "blocks": {record.name: _size(record, expand) for record in blocks} if blocks else None,
@@ -287,9 +277,7 @@ def _topology(by_kind: dict[str, list[Record]], expand: _Expander, notes: list[s
         for record in switches
     )
     blocks = tuple(
-        Block(name=record.name, nodes=tuple(expand(record.nodes) or ()))
-        for record in by_kind["block"]
-        if _size(record, expand)
+        Block(name=record.name, nodes=tuple(expand(record.nodes) or ())) for record in by_kind["block"] if _size(record, expand)
     )
     names: dict[str, None] = {}
     for group in by_kind.values():

@@ -95,9 +95,7 @@ def _read_entry(entry: dict[Any, Any], found: YamlTopologies) -> None:
         return
     sizes = body.get("block_sizes")
     if isinstance(sizes, (list, int)):
-        found.sizes[name] = [
-            int(size) for size in (sizes if isinstance(sizes, list) else [sizes]) if isinstance(size, int)
-        ]
+        found.sizes[name] = [int(size) for size in (sizes if isinstance(sizes, list) else [sizes]) if isinstance(size, int)]
     if plugin in _LISTS:
         key, kind, names = _LISTS[plugin]
         items = body.get(key)

@@ -233,7 +233,9 @@ def find_matrix(source: Source, words: Vocabulary = TOPO_WORDS) -> Matrix | None
     return _assemble(header, rows, source, end, notes)
 
 
-def _add_row(rows: dict[str, Row], row: Row, header: Header | None, notes: list[str]) -> None:
+def _add_row(
+    rows: dict[str, Row], row: Row, header: Header | None, notes: list[str]
+) -> None:
     if row.label in rows:
         if row.cells != rows[row.label].cells:
             notes.append(f"row {row.label} stands twice with other cells; the first one was read")
@@ -261,7 +263,9 @@ def _continue_row(row: Row, line: str, number: int, width: int, words: Vocabular
         row.line, row.tail, row.tokens, row.number = line, rest.tail, rest.tokens, number
 
 
-def _assemble(header: Header | None, rows: dict[str, Row], source: Source, end: int, notes: list[str]) -> Matrix:
+def _assemble(
+    header: Header | None, rows: dict[str, Row], source: Source, end: int, notes: list[str]
+) -> Matrix:
     last = max((row.number for row in rows.values()), default=-1)
     behind = source.lines[last + 1 : end] if rows else []
     ends_text = end == len(source.lines) and all(not line.strip() or is_cut_mark(line) for line in behind)
@@ -304,11 +308,6 @@ def _distrust(matrix: Matrix, last: int) -> None:
         elif len(row.cells) < min(usual, len(matrix.columns)) and not (is_last or row.elided):
             matrix.notes.append(f"row {row.label} is shorter than the others; cells behind its X were not used")
             row.cells = row.cells[: own + 1] if own is not None and own < len(row.cells) else []
-        if (
-            is_last
-            and row.cells
-            and len(row.cells) < len(matrix.columns)
-            and re.fullmatch(r"NV[0-9]", row.cells[-1] or "")
-        ):
+        if is_last and row.cells and len(row.cells) < len(matrix.columns) and re.fullmatch(r"NV[0-9]", row.cells[-1] or ""):
             if row.tail == len(row.line.rstrip()):
                 row.cells[-1] = None
