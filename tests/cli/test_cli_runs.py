@@ -14,13 +14,14 @@ from hpjob.core.run_records import read_json_lines, write_json
 from tests.cli.conftest import Cli
 from tests.support.fake_slurm import FakeSlurm
 
+TINY = ("submit", "--nodes", "2", "--recipe", "tiny", "--set", "data.path=corpus")
 TRACEBACK = 'Traceback (most recent call last):\n  File "train.py", line 1\nValueError: the loss is not finite\n'
 
 
 @pytest.fixture
 def run(cli: Cli, fake_slurm: FakeSlurm) -> RunDir:
     """A run that was submitted as job 4711."""
-    assert cli("submit", "--nodes", "2", "--recipe", "tiny", "--set", "data.path=corpus").code == 0
+    assert cli(*TINY).code == 0
     return RunDir(Path("runs/tiny-001").absolute())
 
 
@@ -143,7 +144,7 @@ def test_no_runs_at_all(cli: Cli) -> None:
 
 
 def test_the_newest_run_is_meant_when_none_is_named(cli: Cli, run: RunDir) -> None:
-    assert cli("submit", "--nodes", "2", "--recipe", "tiny", "--set", "data.path=corpus", "--name", "newer").code == 0
+    assert cli(*TINY, "--name", "newer").code == 0
     assert cli("status").out.startswith("newer:")
 
 
@@ -199,10 +200,7 @@ def test_resume_takes_the_lead_from_measured_times(cli: Cli, run: RunDir, fake_s
 def test_resume_on_another_number_of_nodes_says_what_differs(cli: Cli, run: RunDir, fake_slurm: FakeSlurm) -> None:
     fake_slurm.answer("squeue", "CANCELLED|None|n1|N/A|\n")
     free = ("--set", "parallel.num_microbatches=auto", "--set", "parallel.microbatch_size=auto")
-    assert (
-        cli("submit", "--nodes", "2", "--recipe", "tiny", "--set", "data.path=corpus", "--name", "free", *free).code
-        == 0
-    )
+    assert cli(*TINY, "--name", "free", *free).code == 0
     result = cli("resume", "free", "--nodes", "1")
     assert result.code == 0, result.err
     assert "2 nodes before, 1 now" in result.err

@@ -168,7 +168,7 @@ def test_one_failing_rank_ends_the_job_and_is_named(start: Start, how: str, kind
 def test_slurms_own_warning_saves_before_the_time_limit(start: Start) -> None:
     """The lead is longer than the limit, so the signal comes as soon as Slurm looks at the clock."""
     run = start(steps=LONG, step_s=0.1, spec_changes={"time_limit_s": 300, "signal_lead_s": 600})
-    wait_for(lambda: run.attempt(0).end.exists(), "the first attempt has ended", timeout=240)
+    wait_for(run.attempt(0).end.exists, "the first attempt has ended", timeout=240)
     outcome = read_json(run.attempt(0).outcome)
     assert outcome is not None and outcome["reason"] == "signal SIGUSR2"
     assert decision(run.attempt(0)) == "requeue"

@@ -125,7 +125,7 @@ def test_three_attempts_without_progress_end_the_run(tmp_path: Path) -> None:
 def test_the_time_limit_is_announced_before_it_ends_the_attempt(tmp_path: Path) -> None:
     changes = {"time_limit_s": 30, "signal_lead_s": 26}
     run = start(tmp_path / "run", steps=100, step_s=0.1, spec_changes=changes)
-    wait_for(lambda: run.attempt(0).end.exists(), "first attempt ended", timeout=120)
+    wait_for(run.attempt(0).end.exists, "first attempt ended", timeout=120)
     assert decision(run.attempt(0)) == "requeue"
     cancel(run, [submission for submission, _ in live_submissions(run)])
 

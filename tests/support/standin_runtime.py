@@ -26,7 +26,8 @@ def main() -> None:
     stopped: list[int] = []
     for number in STOP:
         signal.signal(number, lambda number, frame: stopped.append(number))
-    print(f"rank {rank} of {len(hosts)} on {node}", flush=True)
+    sys.stdout.write(f"rank {rank} of {len(hosts)} on {node}\n")
+    sys.stdout.flush()
     if hosts[rank] != node:
         sys.exit(f"rank {rank} is on {node}, planned on {hosts[rank]}")
     step = newest_step(run)
@@ -64,7 +65,7 @@ def fail(attempt: Path, rank: int, node: str, step: int, behaviour: dict[str, in
             record = {"rank": rank, "node": node, "time": time.time(), "kind": "exception", "step": step}
             record |= {"exception": "ValueError", "message": str(error), "traceback": text}
             write(attempt / "failures" / f"rank-{rank:05d}.json", record)
-            print(text, file=sys.stderr, flush=True)
+            sys.stderr.write(text)
             os._exit(1)
 
 
