@@ -85,11 +85,16 @@ def _record_lost_rank(attempt: AttemptDir, *, rank: int, node: str, what: str, e
         time=log.stat().st_mtime if log.exists() else time.time(),
         kind="exception" if exited else "killed",
         exception=last_line.partition(":")[0] or None,
-        message=last_line or f"{what}: the rank left no other trace, see {log.name}",
+        message=last_line or _words(what, log.name),
         traceback=traceback or None,
     )
     path.parent.mkdir(exist_ok=True)
     write_json(path, asdict(record))
+
+
+def _words(what: str, log_name: str) -> str:
+    cause = " (SIGKILL, often from the system that ran out of memory)" if what.startswith("Killed") else ""
+    return f"{what}{cause}; the rank left no report, its log is {log_name}"
 
 
 def _decide(run: RunDir, attempt: AttemptDir, exit_code: int, ends: list[TaskEnd]) -> tuple[Decision, str]:

@@ -154,7 +154,8 @@ def test_cancel_marks_then_cancels_and_waits(cli: Cli, run: RunDir, fake_slurm: 
     # The mark must be there before Slurm is told; afterwards the job is gone.
     program.write_text(
         f"#!/bin/bash\n[[ -e {run.cancelled} ]] || exit 1\n"
-        f"printf 'CANCELLED|None|n1|N/A|\\n' >{fake_slurm.path}/answers/squeue/stdout\necho $* >{run.path}/scancelled\n",
+        f"printf 'CANCELLED|None|n1|N/A|\\n' >{fake_slurm.path}/answers/squeue/stdout\n"
+        f"echo $* >{run.path}/scancelled\n",
         encoding="utf-8",
     )
     program.chmod(0o755)
