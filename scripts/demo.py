@@ -1,7 +1,7 @@
 """The demo: prepare data, submit, preempt half-way, resume, check, summarise.
 
-Everything goes through the ``hpjob`` command as a person would type it; only the preemption is played, by the signal that
-Slurm sends. Exit code 0 only if every check holds.
+Everything goes through the ``hpjob`` command as a person would type it; only the preemption is played, by the signal
+that Slurm sends. Exit code 0 only if every check holds.
 """
 
 from __future__ import annotations
