@@ -19,6 +19,8 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
+from hpjob.plan.model import Plan
+
 CORPUS = Path("corpus/python-library")
 CORPUS_MB = 8
 TIME_LIMIT_S = 900.0
@@ -47,9 +49,8 @@ class Run:
         """One JSON file of every attempt that has it, oldest first."""
         return [json.loads(path.read_text()) for path in sorted(self.path.glob(f"attempts/[0-9]*/{name}"))]
 
-    def plan(self) -> dict[str, Any]:
-        document: dict[str, Any] = json.loads((self.path / "plan.json").read_text())
-        return document
+    def plan(self) -> Plan:
+        return Plan.model_validate_json((self.path / "plan.json").read_text())
 
 
 def hpjob(*arguments: str | Path) -> str:
@@ -156,7 +157,7 @@ def summarise(run: Run) -> None:
     steady = [line for line in metrics if line["step"] not in firsts.values()]
     tokens_per_s = sum(line["tokens"] for line in steady) / sum(line["step_time_s"] for line in steady)
     losses = [line["loss"] for line in metrics]
-    print(f"\nplan      {run.plan()['summary']}")
+    print(f"\nplan      {run.plan().summary}")
     print(f"loss      {losses[0]:.3f} {sparkline(losses)} {losses[-1]:.3f}   ({len(losses)} steps)")
     print(f"speed     {tokens_per_s:,.0f} tokens/s on 8 ranks of this machine's CPUs")
     print(f"run       {run.path}")
@@ -188,6 +189,7 @@ def show(*arguments: str | Path) -> None:
 def main() -> int:
     """Run the demo and return its exit code."""
     run: Run | None = None
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
     try:
         prepare_corpus()
         run = submit()
