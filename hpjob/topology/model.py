@@ -21,6 +21,44 @@ class Gpu(Persisted):
     model: str | None = None
     memory_gib: float | None = None
     numa: int | None = None
+    pci: str | None = None
+    """PCI bus id as the source prints it."""
+    mig: tuple[str, ...] | None = None
+    """Profiles of the MIG slices; an empty tuple = whole, None = not seen."""
+    display: bool | None = None
+    """True = a display card, no training device."""
+
+
+class Link(Persisted):
+    """What one source says about the path between two GPUs of a node."""
+
+    a: int
+    b: int
+    linked: bool | None = None
+    """NVLink or XGMI between the two: yes, no, None = not seen."""
+    count: int | None = None
+    """Bonded links of the pair."""
+    pcie_level: str | None = None
+    """PIX, PXB, PHB, NODE or SYS where no NVLink shows."""
+
+
+class Nic(Persisted):
+    """One port that can carry traffic between nodes."""
+
+    name: str
+    pci: str | None = None
+    numa: int | None = None
+    link_layer: Literal["InfiniBand", "Ethernet"] | None = None
+    active: bool | None = None
+    rate_gbit_s: float | None = None
+    """As reported; a port that is down reports a default."""
+    near_gpus: tuple[int, ...] | None = None
+    """GPUs for which no NIC is nearer; ties are kept."""
+    leaf: str | None = None
+    """Leaf switch at the other end of the cable."""
+    rail: int | None = None
+    rail_from: Literal["switch port", "vendor table", "text", "nearest NIC"] | None = None
+    """How the rail is known; ``nearest NIC`` is a guess."""
 
 
 class Island(Persisted):
@@ -30,6 +68,8 @@ class Island(Persisted):
     gpus: tuple[int, ...]
     all_to_all: bool | None = None
     """Every pair linked; None = not seen."""
+    cliques: tuple[tuple[int, ...], ...] = ()
+    """Largest all-to-all sets of an island that is not all-to-all: where tensor parallelism may go."""
     bandwidth_gb_s: float | None = None
     """Per GPU and direction."""
 
@@ -45,6 +85,12 @@ class Node(Persisted):
     memory_gib: float | None = None
     nic_bandwidth_gb_s: float | None = None
     """All NICs of the node together, per direction."""
+    links: tuple[Link, ...] | None = None
+    """Pairs of GPUs with what was seen of each; None = no source showed pairs."""
+    nics: tuple[Nic, ...] | None = None
+    """None = not seen; an empty tuple = known to have none."""
+    state: str | None = None
+    """What the scheduler says of the node, such as ``idle`` or ``drained``."""
 
 
 class Switch(Persisted):
@@ -58,6 +104,13 @@ class Switch(Persisted):
 
 class Block(Persisted):
     """Nodes of one block of Slurm's topology/block."""
+
+    name: str
+    nodes: tuple[str, ...]
+
+
+class NvlinkDomain(Persisted):
+    """Nodes whose GPUs share one NVLink fabric partition (cluster UUID and clique)."""
 
     name: str
     nodes: tuple[str, ...]
@@ -99,7 +152,11 @@ class Topology(Persisted):
     switches: tuple[Switch, ...] | None = None
     """None = not seen."""
     blocks: tuple[Block, ...] | None = None
+    domains: tuple[NvlinkDomain, ...] | None = None
+    """NVLink domains across nodes; None = not seen, an empty tuple = known to have none."""
     source: str
     """Where the facts come from: ``slurm``, ``machine:dgx-a100-80g``, ``local``, …"""
     notes: tuple[str, ...] = ()
     """What was not found and why; disagreements between sources."""
+    sources: dict[str, str] = Field(default_factory=dict)
+    """Fact (``nodes.NAME.FIELD``, ``switches``, ``blocks``, ``domains``) -> the source that said it."""

@@ -1,0 +1,1 @@
+"""Sequence parallelism: zigzag ring, Ulysses, and gather/scatter around tensor-parallel linears."""

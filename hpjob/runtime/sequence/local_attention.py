@@ -1,0 +1,75 @@
+"""Causal attention over a sequence that lies whole on this rank, through one named kernel."""
+
+from __future__ import annotations
+
+import importlib
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+from hpjob.runtime.sequence.backend_choice import choose_backend
+from hpjob.runtime.sequence.block_attention import AttentionBackend, MathBackend
+from hpjob.runtime.sequence.cuda_attention import (
+    CudaEfficientBackend,
+    CudaFlashBackend,
+    CudnnBackend,
+    FlashAttnPackageBackend,
+)
+from hpjob.runtime.sequence.sequence_mask import sequence_mask
+
+_SDPA_BACKENDS: dict[type[AttentionBackend], Any] = {
+    CudaFlashBackend: SDPBackend.FLASH_ATTENTION,
+    CudnnBackend: SDPBackend.CUDNN_ATTENTION,
+    CudaEfficientBackend: SDPBackend.EFFICIENT_ATTENTION,
+    MathBackend: SDPBackend.MATH,
+}
+
+
+def local_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    scale: float | None = None,
+    document_ids: Tensor | None = None,
+    sliding_window: int | None = None,
+) -> Tensor:
+    """Causal attention, by the kernel that ``choose_backend`` names for these tensors.
+
+    Args:
+        q: Shape (batch, heads, sequence, head_dim).
+        k: Shape (batch, kv_heads, sequence, head_dim).
+        v: Shape of ``k``.
+        scale: Factor of the scores; 1 / sqrt(head_dim) by default.
+        document_ids: Shape (batch, sequence); tokens see only their own document.
+        sliding_window: Newest keys that a query sees, itself included.
+
+    Returns:
+        Shape and dtype of ``q``.
+    """
+    mask = sequence_mask(document_ids, sliding_window, q.shape[2])
+    backend = choose_backend(q, k, needs_bias=mask is not None).backend
+    if isinstance(backend, FlashAttnPackageBackend):
+        flash_attn: Any = importlib.import_module("flash_attn")
+        heads_last = (tensor.transpose(1, 2) for tensor in (q, k, v))
+        out: Tensor = flash_attn.flash_attn_func(*heads_last, softmax_scale=scale, causal=True)
+        return out.transpose(1, 2)
+    grouped = q.shape[1] != k.shape[1]
+    if grouped and q.device.type == "cuda" and not backend.native_gqa:
+        k, v = (tensor.repeat_interleave(q.shape[1] // k.shape[1], dim=1) for tensor in (k, v))
+        grouped = False
+    bias = None
+    if mask is not None:
+        position = torch.arange(q.shape[2], device=q.device)
+        bias = mask.bias(position, position, q.dtype)
+    if q.device.type != "cuda":
+        return functional.scaled_dot_product_attention(
+            q, k, v, attn_mask=bias, is_causal=bias is None, scale=scale, enable_gqa=grouped
+        )
+    with sdpa_kernel(_SDPA_BACKENDS[type(backend)]):
+        return functional.scaled_dot_product_attention(
+            q, k, v, attn_mask=bias, is_causal=bias is None, scale=scale, enable_gqa=grouped
+        )

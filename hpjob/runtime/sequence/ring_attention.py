@@ -1,0 +1,180 @@
+"""Causal attention over a sequence that is spread in zigzag order over a ring of ranks.
+
+Queries stay, K and V circulate with their own number of heads. Blocks are merged by their log-sum-exp, so no rank
+ever holds the whole sequence, and the backward pass circulates K and V again, followed by their gradients.
+Nothing here makes the host wait for the device.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from hpjob.core.errors import UserInputError
+from hpjob.runtime.sequence.backend_choice import choose_backend
+from hpjob.runtime.sequence.block_attention import AttentionBackend, BlockSettings
+from hpjob.runtime.sequence.ring import GradientCourier, Ring, circulate
+from hpjob.runtime.sequence.sequence_mask import SequenceMask
+from hpjob.runtime.sequence.zigzag import zigzag_position_ids
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Settings:
+    ring: Ring
+    backend: AttentionBackend
+    scale: float
+    mask: SequenceMask | None
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Block:
+    """Which of the local queries meet which of the visiting keys."""
+
+    queries: slice
+    keys: slice
+    is_causal: bool
+
+
+def _block(rank: int, source: int, length: int) -> _Block:
+    """Zigzag order leaves three cases: own keys, keys of a lower rank, keys of a higher rank."""
+    whole, half = slice(0, length), length // 2
+    if source == rank:
+        return _Block(queries=whole, keys=whole, is_causal=True)
+    if source < rank:
+        return _Block(queries=whole, keys=slice(0, half), is_causal=False)
+    return _Block(queries=slice(half, length), keys=whole, is_causal=False)
+
+
+def _block_settings(settings: _Settings, block: _Block, source: int, q: Tensor) -> BlockSettings:
+    if settings.mask is None:
+        return BlockSettings(scale=settings.scale, is_causal=block.is_causal)
+    ring = settings.ring
+    length = q.shape[2] * ring.size
+    own = zigzag_position_ids(length, ring.rank, ring.size, device=q.device)
+    visiting = zigzag_position_ids(length, source, ring.size, device=q.device)
+    bias = settings.mask.bias(own[block.queries], visiting[block.keys], q.dtype)
+    return BlockSettings(scale=settings.scale, bias=bias)
+
+
+class _MergedRows:
+    """Output and log-sum-exp of all local queries over the blocks so far, in fp32."""
+
+    def __init__(self, out: Tensor, lse: Tensor) -> None:
+        self.out = out.to(torch.promote_types(out.dtype, torch.float32))
+        self.lse = lse.contiguous()
+
+    def merge(self, queries: slice, out: Tensor, lse: Tensor) -> None:
+        old_lse = self.lse[:, :, queries]
+        new_lse = torch.logaddexp(old_lse, lse)
+        rows = self.out[:, :, queries]
+        rows.mul_(torch.exp(old_lse - new_lse)[..., None])
+        rows.add_(out * torch.exp(lse - new_lse)[..., None])
+        old_lse.copy_(new_lse)
+
+
+class _RingAttention(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, settings: _Settings) -> Tensor:
+        ring, backend = settings.ring, settings.backend
+        rows: _MergedRows | None = None
+        for outer_step, inner_step, (key, value) in circulate(ring, torch.stack((k, v))):
+            source = ring.source(outer_step, inner_step)
+            block = _block(ring.rank, source, q.shape[2])
+            out, lse = backend.forward(
+                q[:, :, block.queries],
+                key[:, :, block.keys],
+                value[:, :, block.keys],
+                _block_settings(settings, block, source, q),
+            )
+            if rows is None:
+                rows = _MergedRows(out, lse)
+            else:
+                rows.merge(block.queries, out, lse)
+        if rows is None:
+            raise RuntimeError("a ring has at least one step")
+        merged = rows.out.to(q.dtype)
+        ctx.save_for_backward(q, k, v, merged, rows.lse)
+        ctx.settings = settings
+        return merged
+
+    @staticmethod
+    def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor, Tensor, Tensor, None]:
+        settings: _Settings = ctx.settings
+        q, k, v, out, lse = ctx.saved_tensors
+        grad_out = grad_outputs[0].contiguous()
+        ring = settings.ring
+        sum_dtype = torch.promote_types(q.dtype, torch.float32)
+        grad_q = torch.zeros_like(q, dtype=sum_dtype, memory_format=torch.contiguous_format)
+        courier = GradientCourier(ring)
+        for outer_step, inner_step, (key, value) in circulate(ring, torch.stack((k, v))):
+            source = ring.source(outer_step, inner_step)
+            block = _block(ring.rank, source, q.shape[2])
+            part_q, part_k, part_v = settings.backend.backward(
+                grad_out[:, :, block.queries],
+                q[:, :, block.queries],
+                key[:, :, block.keys],
+                value[:, :, block.keys],
+                out[:, :, block.queries],
+                lse[:, :, block.queries],
+                _block_settings(settings, block, source, q),
+            )
+            grad_q[:, :, block.queries] += part_q
+            contribution = torch.zeros((2, *k.shape), dtype=sum_dtype, device=k.device)
+            contribution[0, :, :, block.keys] = part_k
+            contribution[1, :, :, block.keys] = part_v
+            courier.add(contribution, inner_step)
+        grad_k, grad_v = courier.collect()
+        return grad_q.to(q.dtype), grad_k.to(k.dtype), grad_v.to(v.dtype), None
+
+
+def ring_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    ring: Ring,
+    *,
+    scale: float | None = None,
+    mask: SequenceMask | None = None,
+    backend: AttentionBackend | None = None,
+) -> Tensor:
+    """Causal attention of this rank's zigzag part of the sequence to the whole sequence.
+
+    Args:
+        q: Shape (batch, heads, local sequence, head_dim), in the order of ``zigzag_split``.
+        k: Shape (batch, kv_heads, local sequence, head_dim); kv_heads divides heads and is not repeated.
+        v: Shape of ``k``.
+        ring: The ranks that hold the sequence.
+        scale: Factor of the scores; 1 / sqrt(head_dim) by default.
+        mask: Packed documents or a sliding window.
+        backend: Kernel of one block; by default the fastest one for the tensors.
+
+    Returns:
+        Shape and dtype of ``q``. Sums over blocks and over ranks are fp32 whatever the dtype.
+
+    Raises:
+        UserInputError: heads is no multiple of kv_heads, the local length is odd, or the given kernel cannot mask.
+    """
+    if q.shape[1] % k.shape[1]:
+        raise UserInputError(
+            f"{q.shape[1]} heads are no multiple of {k.shape[1]} kv heads",
+            hint="choose model.num_attention_heads as a multiple of model.num_key_value_heads",
+        )
+    if q.shape[2] % 2 or q.shape[2] != k.shape[2]:
+        raise UserInputError(
+            f"zigzag order needs an even number of tokens a rank, equal for queries and keys, not {q.shape[2]} "
+            f"and {k.shape[2]}",
+            hint="split the sequence with hpjob.runtime.sequence.zigzag",
+        )
+    chosen = backend or choose_backend(q, k, needs_bias=mask is not None).backend
+    if mask is not None and not chosen.supports_bias:
+        raise UserInputError(
+            f"the attention kernel '{chosen.name}' cannot mask packed documents or a sliding window in ring_attn",
+            hint="leave the choice of the kernel to hpjob, or use all_to_all",
+        )
+    settings = _Settings(ring=ring, backend=chosen, scale=scale or 1 / math.sqrt(q.shape[-1]), mask=mask)
+    result: Tensor = _RingAttention.apply(q, k, v, settings)  # type: ignore[no-untyped-call]
+    return result

@@ -1,0 +1,104 @@
+"""Matrices of other vendors that copy the shape of ``nvidia-smi topo -m`` with words of their own."""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from itertools import combinations
+
+from hpjob.topology.model import Gpu, Island, Node, Topology
+from hpjob.topology.read.affinity import read_affinity
+from hpjob.topology.read.graph import Pair, all_linked, islands
+from hpjob.topology.read.reading import LOCAL_NODE, Facts, Reader, Reading
+from hpjob.topology.read.text import Source
+from hpjob.topology.read.topo_matrix import PCIE_LEVELS, Matrix, Vocabulary, find_matrix
+
+TITLE = "topology matrix of another vendor"
+_OTHER_LABEL = re.compile(r"\b(?:NPU|DCU|MLU|XPU|HPU|GCU|PPU|DEV|Device|Card|Phy-ID|GPU)[ _-]?([0-9]{1,4})\b", re.I)
+_BOX = re.compile(r"[│┃║|+┼╋╬├┤┌┐└┘─━═╔╗╚╝╠╣╦╩]")
+_CELL = re.compile(r"(?!N/A|GPU|NIC|CPU|NUMA)[A-Z][A-Z0-9_]{1,11}")
+_NO_LINK = ("NA", "NS", "U", "UNKNOWN", "NONE", "SELF", "OK", "CNS", "GNS", "TNS", "DR")
+_SELF_WORDS = re.compile(r"(?<=\s)(?:SELF|Self|self|-|\*|0)(?=\s|$)")
+
+
+def confidence(source: Source) -> float:
+    """Moderate when a square of labels holds words that NVIDIA's tool does not print."""
+    if "X" not in source.text and "elf" not in source.text:
+        return 0.0
+    plain = _normalised(source)
+    word = _link_word(plain)
+    return 0.92 if word is not None and not re.fullmatch(r"NV[0-9]+|OK", word) else 0.0
+
+
+def read(source: Source) -> Reading:
+    """Read the first matrix with the vendor's own link word added to the vocabulary."""
+    plain = _normalised(source)
+    word = _link_word(plain)
+    matrix = find_matrix(plain, _vocabulary(word))
+    if matrix is None:
+        return Reading(kind="other_vendor", facts={"gpus": None}, notes=("no matrix in this text",))
+    gpus = matrix.gpu_columns
+    linked, levels = _cells(matrix, gpus, word)
+    groups = islands(gpus, linked)
+    affinity = read_affinity(matrix, [f"GPU{gpu}" for gpu in gpus])
+    numa = [affinity[f"GPU{gpu}"].numa if f"GPU{gpu}" in affinity else None for gpu in gpus]
+    facts: Facts = {
+        "gpus": len(gpus),
+        "link_word": word,
+        "link_islands": groups,
+        "pcie_levels_seen": [level for level in PCIE_LEVELS if level in levels],
+        "numa_of_gpu": numa,
+    }
+    node = Node(
+        name=LOCAL_NODE,
+        gpus=tuple(Gpu(index=g, numa=n if isinstance(n, int) else None) for g, n in zip(gpus, numa, strict=True)),
+        islands=tuple(
+            Island(kind="nvlink", gpus=tuple(group), all_to_all=all_linked(group, linked)) for group in groups
+        ),
+    )
+    notes = (*matrix.notes, f"{word} is taken for the vendor's own link") if word else tuple(matrix.notes)
+    sources = {f"nodes.{LOCAL_NODE}.{name}": TITLE for name in ("gpus", "islands")}
+    topology = Topology(nodes=(node,), source=TITLE, notes=notes, sources=sources)
+    return Reading(kind="other_vendor", facts=facts, topology=topology, notes=notes)
+
+
+def _normalised(source: Source) -> Source:
+    """Boxes become blanks, labels become GPUn; bounded to what a matrix may need."""
+    lines = [line for line in source.lines if len(line) < 20_000 and _OTHER_LABEL.search(line)][:4096]
+    keep = [line for line in source.lines if "ffinity" in line and len(line) < 20_000][:16]
+    chosen = lines if lines else keep
+    text = "\n".join(_OTHER_LABEL.sub(r"GPU\1", _BOX.sub(" ", line)) for line in chosen)
+    return Source("\n".join(_SELF_WORDS.sub("X", line, count=1) if " X" not in line and "\tX" not in line else line for line in text.split("\n")))
+
+
+def _link_word(plain: Source) -> str | None:
+    """The most frequent word of the rows that is neither a PCIe level nor a word for none."""
+    counts: Counter[str] = Counter()
+    for line in plain.lines:
+        words = line.split()
+        if len(words) < 3 or not re.fullmatch(r"GPU[0-9]+", words[0]) or "X" not in words:
+            continue
+        counts.update(word for word in words[1:] if _CELL.fullmatch(word))
+    for word, _ in counts.most_common():
+        if word not in PCIE_LEVELS and word not in _NO_LINK and not re.fullmatch(r"NV[0-9]+", word):
+            return word
+    return None
+
+
+def _vocabulary(word: str | None) -> Vocabulary:
+    known = ["X", *PCIE_LEVELS, "NV[0-9]{1,2}", "NA"]
+    return Vocabulary(*([re.escape(word), *known] if word else known))
+
+
+def _cells(matrix: Matrix, gpus: list[int], word: str | None) -> tuple[set[Pair], set[str]]:
+    linked: set[Pair] = set()
+    levels: set[str] = set()
+    for a, b in combinations(sorted(set(gpus)), 2):
+        cells = {matrix.cell(f"GPU{a}", f"GPU{b}"), matrix.cell(f"GPU{b}", f"GPU{a}")} - {None}
+        if cells == {word}:
+            linked.add((a, b))
+        levels |= {cell for cell in cells if cell in PCIE_LEVELS}
+    return linked, levels
+
+
+READER = Reader(kind="other_vendor", title=TITLE, confidence=confidence, read=read)

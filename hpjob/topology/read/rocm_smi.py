@@ -1,0 +1,188 @@
+"""``rocm-smi --showtopo`` and ``amd-smi topology``: weight, hops and link type between AMD GPUs, NUMA nodes.
+
+Hops say 1 for any XGMI pair, direct or not, so the weight decides what is near: 15 for a direct XGMI link.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass, field
+
+from hpjob.topology.model import Gpu, Island, Link, Node, Topology
+from hpjob.topology.read.graph import Pair, all_linked, islands
+from hpjob.topology.read.reading import LOCAL_NODE, Facts, Reader, Reading
+from hpjob.topology.read.text import Source
+
+TITLE = "rocm-smi --showtopo"
+DIRECT_XGMI_WEIGHT = 15
+_NUMA = re.compile(r"GPU\s*\[?\s*([0-9]{1,4})\s*\]?\s*:+\s*(?::\s*)?\(Topology\)\s*Numa Node\s*:\s*(-?[0-9]+)", re.I)
+_LABEL = re.compile(r"GPU([0-9]{1,4})|[0-9a-f]{4}:[0-9a-f]{2}:[0-9a-f]{2}\.[0-9a-f]", re.I)
+_TITLES = (
+    ("weight", re.compile(r"\bweight\b", re.I)),
+    ("hops", re.compile(r"\bhops\b", re.I)),
+    ("type", re.compile(r"\blink[ _]type\b", re.I)),
+    ("other", re.compile(r"bandwidth|access|accessible|coherent|atomics|\bDMA\b|bi-?directional", re.I)),
+)
+_TABLE_END = re.compile(r"numa nodes|end of rocm|\(Topology\)", re.I)
+_ANY = re.compile(r"ROCm System Management|between two GPUs|\(Topology\)\s*Numa|(?:WEIGHT|HOPS|LINK TYPE) TABLE", re.I)
+_TYPE_WORD = re.compile(r"[A-Za-z][A-Za-z0-9_/]{1,20}")
+
+
+@dataclass
+class _Table:
+    kind: str
+    columns: list[str] = field(default_factory=list)
+    cells: dict[tuple[str, str], str] = field(default_factory=dict)
+
+
+def confidence(source: Source) -> float:
+    """High when a title or a NUMA line of the tool is there."""
+    return 0.95 if _ANY.search(source.text) else 0.0
+
+
+def read(source: Source) -> Reading:
+    """Read every table that is there; parts that the text lacks are null."""
+    tables = _tables(source)
+    numa = {int(match[1]): int(match[2]) for line in source.lines if "opology" in line for match in _NUMA.finditer(line[:500])}
+    labels = list(dict.fromkeys(label for table in tables.values() for label in table.columns))
+    index = _indices(labels)
+    gpus = sorted(set(index.values()) | set(numa))
+    types = _pairs(tables.get("type"), index)
+    linked = _linked(types)
+    weights, hops = _numbers(tables.get("weight"), index), _numbers(tables.get("hops"), index)
+    by_type: dict[str, set[int]] = {}
+    for pair, word in types.items():
+        if pair in hops:
+            by_type.setdefault(word, set()).add(hops[pair])
+    single = len(gpus) == 1
+    facts: Facts = {
+        "gpus": len(gpus),
+        "link_types": sorted(set(types.values())) if "type" in tables else None,
+        "xgmi_islands": islands(gpus, linked) if "type" in tables else None,
+        "weight": sorted(set(weights.values())) if "weight" in tables else None,
+        "hops": sorted(set(hops.values())) if "hops" in tables else None,
+        "hops_by_type": None
+        if single or not {"type", "hops"} <= set(tables)
+        else {word: sorted(by_type[word]) for word in sorted(by_type)},
+        "numa_of_gpu": [numa.get(gpu) for gpu in gpus] if numa else None,
+    }
+    notes = _notes(gpus, types, weights)
+    topology = _topology(gpus, numa, linked, types, weights, "type" in tables, notes)
+    return Reading(kind="rocm", facts=facts, topology=topology, notes=tuple(notes))
+
+
+def _tables(source: Source) -> dict[str, _Table]:
+    found: dict[str, _Table] = {}
+    kind: str | None = None
+    table: _Table | None = None
+    for line in source.lines:
+        if len(line) > 20_000:
+            continue
+        words = line.split()
+        header = [word for word in words if _LABEL.fullmatch(word)]
+        if words and len(header) == len(words) and (len(words) > 1 or table is None):
+            table = _Table(kind or "untitled", header)
+            continue
+        if table is not None and len(words) > 1 and _LABEL.fullmatch(words[0]):
+            _add_row(table, words)
+            if table.kind == "untitled":
+                table.kind = _guess_kind(table)
+            if table.kind not in found or found[table.kind] is table:
+                found[table.kind] = table
+            continue
+        title = next((name for name, pattern in _TITLES if pattern.search(line)), None)
+        if title is not None and not _TABLE_END.search(line):
+            kind, table = title, None
+        elif _TABLE_END.search(line):
+            kind, table = None, None
+    return found
+
+
+def _add_row(table: _Table, words: list[str]) -> None:
+    for column, cell in zip(table.columns, words[1:], strict=False):
+        table.cells.setdefault((words[0], column), cell)
+
+
+def _guess_kind(table: _Table) -> str:
+    """A table whose title is lost: words are types, large numbers weights, small ones hops."""
+    values = {cell for (row, column), cell in table.cells.items() if row != column}
+    if any(not value.isdecimal() for value in values):
+        return "type"
+    return "weight" if any(int(value) >= 10 for value in values) else ("hops" if values else "untitled")
+
+
+def _indices(labels: list[str]) -> dict[str, int]:
+    numbered = {label: int(match[1]) for label in labels if (match := _LABEL.fullmatch(label)) and match[1]}
+    if len(numbered) == len(labels):
+        return numbered
+    return {label: position for position, label in enumerate(labels)}
+
+
+def _pairs(table: _Table | None, index: dict[str, int]) -> dict[Pair, str]:
+    """Cells off the diagonal by ordered pair."""
+    if table is None:
+        return {}
+    return {
+        (index[row], index[column]): cell
+        for (row, column), cell in table.cells.items()
+        if row in index and column in index and row != column and _TYPE_WORD.fullmatch(cell) and cell not in ("N/A", "SELF")
+    }
+
+
+def _numbers(table: _Table | None, index: dict[str, int]) -> dict[Pair, int]:
+    if table is None:
+        return {}
+    return {
+        (index[row], index[column]): int(cell)
+        for (row, column), cell in table.cells.items()
+        if row in index and column in index and row != column and cell.isdecimal() and len(cell) < 10
+    }
+
+
+def _linked(types: dict[Pair, str]) -> set[Pair]:
+    """Pairs that say XGMI from one end and not something else from the other."""
+    found: set[Pair] = set()
+    for (a, b), word in types.items():
+        if word.upper() == "XGMI" and types.get((b, a), word).upper() == "XGMI":
+            found.add((min(a, b), max(a, b)))
+    return found
+
+
+def _notes(gpus: list[int], types: dict[Pair, str], weights: dict[Pair, int]) -> list[str]:
+    if types and not weights and len(gpus) > 2:
+        return ["no weight table: which XGMI pairs are direct cannot be told (hops say 1 for all)"]
+    return []
+
+
+def _topology(
+    gpus: list[int],
+    numa: dict[int, int],
+    linked: set[Pair],
+    types: dict[Pair, str],
+    weights: dict[Pair, int],
+    has_types: bool,
+    notes: list[str],
+) -> Topology | None:
+    if not gpus:
+        return None
+    direct = {pair for pair in linked if weights.get(pair, DIRECT_XGMI_WEIGHT) == DIRECT_XGMI_WEIGHT}
+    groups = islands(gpus, linked)
+    found = tuple(
+        Island(kind="xgmi", gpus=tuple(group), all_to_all=all_linked(group, direct) if weights else None)
+        for group in groups
+    )
+    links = tuple(
+        Link(a=a, b=b, linked=(a, b) in direct) for a, b in sorted(types) if a < b and (weights or (a, b) not in linked)
+    )
+    node = Node(
+        name=LOCAL_NODE,
+        gpus=tuple(Gpu(index=gpu, numa=numa.get(gpu)) for gpu in gpus),
+        islands=found if has_types else None,
+        links=links if has_types else None,
+    )
+    names = ("gpus", "islands", "links")
+    sources = {f"nodes.{LOCAL_NODE}.{name}": TITLE for name in names}
+    return Topology(nodes=(node,), source=TITLE, notes=tuple(notes), sources=sources)
+
+
+READER = Reader(kind="rocm", title=TITLE, confidence=confidence, read=read)

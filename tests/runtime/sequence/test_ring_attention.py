@@ -1,0 +1,189 @@
+"""Zigzag ring attention against plain attention over the whole sequence, on 1 to 4 gloo ranks."""
+
+from __future__ import annotations
+
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+from attention_reference import full_attention, make_inputs, relative_error
+
+from hpjob.core.errors import UserInputError
+from hpjob.runtime.sequence import ring as ring_module
+from hpjob.runtime.sequence.block_attention import AttentionBackend, CpuFlashBackend, MathBackend
+from hpjob.runtime.sequence.ring import Ring
+from hpjob.runtime.sequence.ring_attention import ring_attention
+from hpjob.runtime.sequence.sequence_mask import SequenceMask
+from hpjob.runtime.sequence.zigzag import zigzag_split
+from tests.runtime.gloo_pool import GlooPool
+
+Shape = tuple[int, int, int, int, int]
+GQA: Shape = (2, 4, 2, 48, 8)
+MHA: Shape = (1, 3, 3, 24, 8)
+ODD: Shape = (3, 6, 2, 72, 5)
+
+
+def documents(batch: int, length: int) -> torch.Tensor:
+    """Rows with documents of different lengths, some shorter than a chunk and some longer than a rank's part."""
+    cuts = torch.tensor([[length // 9, length // 5, 3 * length // 4], [length // 2, length // 2 + 1, length - 2]])
+    position = torch.arange(length)
+    return (position[None, None] >= cuts[:batch, :, None].expand(batch, 3, 1)).sum(1)
+
+
+def errors_of_ring(
+    group: dist.ProcessGroup,
+    shape: Shape,
+    dtype: torch.dtype = torch.float32,
+    backend: AttentionBackend | None = None,
+    inner_size: int | None = None,
+    packed: bool = False,
+    sliding_window: int | None = None,
+    split: Any = zigzag_split,
+) -> list[float]:
+    """Relative errors of out, dq, dk, dv of this rank's part."""
+    rank, size = dist.get_rank(group), dist.get_world_size(group)
+    whole = make_inputs(shape, dtype)
+    ids = documents(shape[0], shape[3]) if packed else None
+    expected = full_attention(*whole, document_ids=ids, sliding_window=sliding_window)
+    q, k, v, grad_out = (split(tensor, rank, size, dim=2) for tensor in whole)
+    leaves = [tensor.requires_grad_() for tensor in (q, k, v)]
+    mask = SequenceMask(document_ids=ids, sliding_window=sliding_window) if packed or sliding_window else None
+    out = ring_attention(*leaves, Ring(group=group, inner_size=inner_size), mask=mask, backend=backend)
+    assert out.dtype == dtype
+    actual = (out, *torch.autograd.grad(out, leaves, grad_out))
+    return [relative_error(a, split(e, rank, size, dim=2)) for a, e in zip(actual, expected, strict=True)]
+
+
+def check(errors_of_ranks: list[list[float]], forward: float = 1e-6, gradients: float = 2e-6) -> None:
+    for errors in errors_of_ranks:
+        assert errors[0] <= forward
+        assert max(errors[1:]) <= gradients
+
+
+@pytest.mark.parametrize("shape", [GQA, MHA, ODD], ids=["gqa", "mha", "odd"])
+@pytest.mark.parametrize("world", [1, 2, 3, 4])
+def test_fp32_matches_whole_attention(pool: GlooPool, world: int, shape: Shape) -> None:
+    check(pool.run(errors_of_ring, world, shape))
+
+
+@pytest.mark.parametrize("world", [2, 3])
+def test_math_backend_matches_whole_attention(pool: GlooPool, world: int) -> None:
+    check(pool.run(errors_of_ring, world, GQA, torch.float32, MathBackend()))
+
+
+@pytest.mark.parametrize("world", [2, 4])
+def test_bf16_stays_within_its_rounding(pool: GlooPool, world: int) -> None:
+    check(pool.run(errors_of_ring, world, GQA, torch.bfloat16), forward=4e-3, gradients=8e-3)
+
+
+@pytest.mark.parametrize("inner_size", [1, 2, 4])
+def test_ring_of_rings_matches_whole_attention(pool: GlooPool, inner_size: int) -> None:
+    check(pool.run(errors_of_ring, 4, GQA, torch.float32, None, inner_size))
+
+
+@pytest.mark.parametrize("backend", [CpuFlashBackend(), MathBackend()], ids=["flash", "math"])
+@pytest.mark.parametrize("world", [2, 3])
+def test_packed_documents_do_not_see_each_other(pool: GlooPool, world: int, backend: AttentionBackend) -> None:
+    check(pool.run(errors_of_ring, world, GQA, torch.float32, backend, None, True))
+
+
+def test_sliding_window_inside_the_ring(pool: GlooPool) -> None:
+    check(pool.run(errors_of_ring, 4, GQA, torch.float32, None, 2, True, 7))
+
+
+def contiguous_split(tensor: torch.Tensor, rank: int, size: int, *, dim: int) -> torch.Tensor:
+    return tensor.chunk(size, dim=dim)[rank].contiguous()
+
+
+def test_wrong_order_is_noticed(pool: GlooPool) -> None:
+    errors = pool.run(errors_of_ring, 2, GQA, torch.float32, None, None, False, None, contiguous_split)
+    assert max(max(e) for e in errors) > 1e-2
+
+
+def errors_with_local_kv_in_backward(group: dist.ProcessGroup) -> list[float]:
+    """The ring, but its backward works on the rank's own K and V at every step."""
+    original = ring_module.circulate
+
+    def stay_in_backward(ring: Ring, tensor: torch.Tensor) -> Any:
+        stay_in_backward.calls += 1
+        for outer_step, inner_step, visiting in original(ring, tensor):
+            yield outer_step, inner_step, visiting if stay_in_backward.calls == 1 else tensor
+
+    stay_in_backward.calls = 0
+    with mock.patch("hpjob.runtime.sequence.ring_attention.circulate", stay_in_backward):
+        return errors_of_ring(group, GQA)
+
+
+def test_local_kv_in_backward_is_noticed(pool: GlooPool) -> None:
+    for out, dq, dk, dv in pool.run(errors_with_local_kv_in_backward, 3):
+        assert out < 1e-6
+        assert min(dq, dk, dv) > 1e-2
+
+
+def sent_elements(group: dist.ProcessGroup, shape: Shape, inner_size: int | None) -> tuple[int, int, int, int]:
+    """Forward messages and elements, backward messages and elements that this rank sends."""
+    size = dist.get_world_size(group)
+    sent: list[int] = []
+    original = dist.batch_isend_irecv
+
+    def counting(operations: list[Any]) -> Any:
+        sent.extend(op.tensor.numel() for op in operations if op.op is dist.isend)
+        return original(operations)
+
+    batch, heads, kv_heads, length, head_dim = shape
+    q = torch.randn(batch, heads, length // size, head_dim, requires_grad=True)
+    k = torch.randn(batch, kv_heads, length // size, head_dim, requires_grad=True)
+    with mock.patch.object(dist, "batch_isend_irecv", counting):
+        out = ring_attention(q, k, k * 2, Ring(group=group, inner_size=inner_size))
+        forward = list(sent)
+        sent.clear()
+        out.sum().backward()
+    return len(forward), sum(forward), len(sent), sum(sent)
+
+
+@pytest.mark.parametrize("inner_size", [None, 2])
+def test_messages_are_kv_sized(pool: GlooPool, inner_size: int | None) -> None:
+    batch, _, kv_heads, length, head_dim = GQA
+    world = 4
+    kv_elements = 2 * batch * kv_heads * length // world * head_dim
+    for forward_count, forward, backward_count, backward in pool.run(sent_elements, world, GQA, inner_size):
+        assert forward_count == world - 1
+        assert forward == (world - 1) * kv_elements
+        gradient_messages = world if inner_size is None else world + world // inner_size
+        assert backward_count == world - 1 + gradient_messages
+        assert backward == backward_count * kv_elements
+
+
+def refusals(group: dist.ProcessGroup) -> list[str]:
+    messages = []
+    for call in (
+        lambda: Ring(group=group, inner_size=3),
+        lambda: ring_attention(*(torch.zeros(1, heads, 4, 8) for heads in (3, 2, 2)), Ring(group=group)),
+        lambda: ring_attention(*(torch.zeros(1, 2, 5, 8) for _ in range(3)), Ring(group=group)),
+        lambda: ring_attention(
+            *(torch.zeros(1, 2, 4, 8) for _ in range(3)),
+            Ring(group=group),
+            mask=SequenceMask(sliding_window=2),
+            backend=UnmaskedBackend(),
+        ),
+    ):
+        with pytest.raises(UserInputError) as error:
+            call()
+        assert error.value.hint
+        messages.append(error.value.message)
+    return messages
+
+
+class UnmaskedBackend(MathBackend):
+    name = "unmasked"
+    supports_bias = False
+
+
+def test_wrong_settings_are_refused_in_words(pool: GlooPool) -> None:
+    inner, heads, length, mask = pool.run(refusals, 4)[0]
+    assert "does not divide sp_size 4" in inner
+    assert "3 heads are no multiple of 2 kv heads" in heads
+    assert "even number of tokens" in length
+    assert "'unmasked' cannot mask packed documents" in mask
