@@ -14,9 +14,11 @@ from submitit.local.local import LOCAL_REQUEUE_RETURN_CODE
 from hpjob.core.errors import HpjobError
 from hpjob.core.run_dir import RunDir
 from hpjob.core.run_records import read_json
+from hpjob.core.schema import parse
 from hpjob.slurm.attempt_begin import Start, begin
 from hpjob.slurm.attempt_end import end_attempt
 from hpjob.slurm.local_launcher import LocalLauncher, die_with
+from hpjob.slurm.model import JobSpec
 from hpjob.slurm.submit_environment import cleaned
 
 logger = logging.getLogger("hpjob")
@@ -45,8 +47,8 @@ def _run(run: RunDir, job_id: str) -> int:
     if run.finished.exists():
         logger.info("this run is finished, there is nothing to do")
         return 0
-    spec = read_json(run.spec) or {}
-    launcher = LocalLauncher(run, rank_environment(os.environ, spec.get("env", {})))
+    spec = parse(JobSpec, read_json(run.spec) or {}, source=str(run.spec))
+    launcher = LocalLauncher(run, spec.python, rank_environment(os.environ, spec.env))
     launcher.install_signal_handlers()
     attempt = begin(run, _start(run, job_id))
     exit_code, ends = launcher.run(attempt)

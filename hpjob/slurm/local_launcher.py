@@ -9,7 +9,6 @@ import ctypes
 import os
 import signal
 import subprocess
-import sys
 import time
 from collections import Counter
 from collections.abc import Callable, Mapping
@@ -38,11 +37,13 @@ class LocalLauncher:
 
     Args:
         run: The run.
+        python: Interpreter of the ranks.
         environment: Variables of the ranks, without those that number them.
     """
 
-    def __init__(self, run: RunDir, environment: Mapping[str, str]) -> None:
+    def __init__(self, run: RunDir, python: str, environment: Mapping[str, str]) -> None:
         self._run = run
+        self._python = python
         self._environment = dict(environment)
         self._ranks: list[subprocess.Popen[bytes]] = []
         self._ended: dict[int, int] = {}
@@ -79,7 +80,7 @@ class LocalLauncher:
 
     def _start(self, attempt: AttemptDir, hosts: list[str]) -> None:
         seen: Counter[str] = Counter()
-        command = [sys.executable, "-m", "hpjob.runtime"]
+        command = [self._python, "-m", "hpjob.runtime"]
         command += ["--run-dir", str(self._run.path), "--attempt-dir", str(attempt.path)]
         for rank, host in enumerate(hosts):
             own = {"HPJOB_RANK": str(rank), "HPJOB_LOCAL_RANK": str(seen[host]), "HPJOB_NODE_NAME": host}
