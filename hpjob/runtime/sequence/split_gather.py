@@ -16,10 +16,7 @@ from torch import Tensor
 
 from hpjob.runtime.sequence.ring import Ring, circulate
 from hpjob.runtime.sequence.sequence_collectives import check_divisible, local_part, start_gather, start_reduction
-
-DeferWeightGradients = Callable[[Sequence[Tensor], Callable[[], tuple[Tensor, ...]]], None]
-"""Takes the weights and a function that computes their gradients, to be called later, once, in the same order on
-all ranks of the group (it may communicate)."""
+from hpjob.runtime.weight_gradients import DeferWeightGradients
 
 
 class _Gather(torch.autograd.Function):

@@ -8,6 +8,7 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
+from torch.utils.checkpoint import checkpoint
 
 from hpjob.core.errors import UserInputError
 from hpjob.runtime.moe.dispatch import dispatch, route
@@ -85,7 +86,7 @@ def expected_of_all_ranks(family: str, size: int, routing: str) -> tuple[list[tu
     return results, {name: parameter.grad for name, parameter in block.named_parameters()}
 
 
-def errors_of_block(group: dist.ProcessGroup, family: str, routing: str, implementation: str = "") -> dict[str, float]:
+def errors_of_block(group: dist.ProcessGroup, family: str, routing: str, manner: str = "plain") -> dict[str, float]:
     rank, size = dist.get_rank(group), dist.get_world_size(group)
     results, grads = expected_of_all_ranks(family, size, routing)
     block = build_block(family)
@@ -93,8 +94,15 @@ def errors_of_block(group: dist.ProcessGroup, family: str, routing: str, impleme
     assert replace_experts(block, group) == 1
     tokens, grad_out = inputs(rank, routing)
     leaf = tokens.requires_grad_()
-    out = block(leaf)
+    later: list[Any] = []
+    if manner == "deferred":
+        block.experts.defer_weight_gradients = lambda weights, compute: later.append((weights, compute))
+    out = checkpoint(block, leaf, use_reentrant=False) if manner == "recomputed" else block(leaf)
     out.backward(grad_out)
+    for weights, compute in later:
+        for weight, grad in zip(weights, compute(), strict=True):
+            assert weight.grad is None
+            weight.grad = grad
     assert leaf.grad is not None
     errors = {"out": relative_error(out, results[rank][0]), "tokens": relative_error(leaf.grad, results[rank][1])}
     router_grad = block.gate.weight.grad.clone()
@@ -116,6 +124,13 @@ def errors_of_block(group: dist.ProcessGroup, family: str, routing: str, impleme
 @pytest.mark.parametrize("family", ["mixtral", "qwen3_moe"])
 def test_outputs_and_all_gradients_match_one_process(pool: GlooPool, family: str, world: int, routing: str) -> None:
     for errors in pool.run(errors_of_block, world, family, routing):
+        assert max(errors.values()) <= 1e-6, errors
+
+
+@pytest.mark.parametrize("manner", ["deferred", "recomputed"])
+@pytest.mark.parametrize("routing", ["spread", "one rank"])
+def test_gradients_deferred_or_from_recomputation(pool: GlooPool, routing: str, manner: str) -> None:
+    for errors in pool.run(errors_of_block, 4, "qwen3_moe", routing, manner):
         assert max(errors.values()) <= 1e-6, errors
 
 
@@ -283,6 +298,18 @@ def names_after_replacement(group: dist.ProcessGroup) -> list[str]:
     assert isinstance(block.experts, ExpertParallelExperts)
     assert block.experts.gate_up_proj.shape == (EXPERTS // 2, 2 * INTERMEDIATE, HIDDEN)
     return [type(block).__name__, type(block.gate).__name__, type(block.experts).__name__]
+
+
+def meta_shapes(group: dist.ProcessGroup) -> list[Any]:
+    with torch.device("meta"):
+        block = build_block("qwen3_moe")
+    replace_experts(block, group)
+    return [(weight.device.type, tuple(weight.shape)) for weight in block.experts.parameters()]
+
+
+def test_experts_on_the_meta_device(pool: GlooPool) -> None:
+    (shapes, _) = pool.run(meta_shapes, 2)
+    assert shapes == [("meta", (4, 2 * INTERMEDIATE, HIDDEN)), ("meta", (4, HIDDEN, INTERMEDIATE))]
 
 
 def test_wrong_sizes_are_refused_in_words() -> None:

@@ -9,6 +9,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from attention_reference import full_attention, make_inputs, relative_error
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from hpjob.core.errors import UserInputError
 from hpjob.runtime.sequence import ring as ring_module
@@ -154,6 +155,32 @@ def test_messages_are_kv_sized(pool: GlooPool, inner_size: int | None) -> None:
         gradient_messages = world if inner_size is None else world + world // inner_size
         assert backward_count == world - 1 + gradient_messages
         assert backward == backward_count * kv_elements
+
+
+class NoHostReads(TorchDispatchMode):
+    """Refuses operations that make the host wait for values on the device."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        assert func.overloadpacket.__name__ not in {"_local_scalar_dense", "nonzero", "equal", "is_nonzero", "item"}
+        return func(*args, **(kwargs or {}))
+
+
+def run_without_host_reads(group: dist.ProcessGroup, packed: bool) -> bool:
+    q, k, v, grad_out = (tensor[:, :, :12].contiguous() for tensor in make_inputs(GQA, torch.float32))
+    leaves = [tensor.requires_grad_() for tensor in (q, k, v)]
+    length = 12 * dist.get_world_size(group)
+    mask = SequenceMask(document_ids=documents(GQA[0], length)) if packed else None
+    with NoHostReads():
+        with pytest.raises(AssertionError):
+            bool(grad_out.sum() > 0)
+        out = ring_attention(*leaves, Ring(group=group), mask=mask)
+        torch.autograd.backward(out, grad_out)
+    return all(leaf.grad is not None for leaf in leaves)
+
+
+@pytest.mark.parametrize("packed", [False, True], ids=["causal", "packed"])
+def test_the_host_never_waits_for_the_device(pool: GlooPool, packed: bool) -> None:
+    assert pool.run(run_without_host_reads, 3, packed) == [True] * 3
 
 
 def refusals(group: dist.ProcessGroup) -> list[str]:
