@@ -54,7 +54,8 @@ def route(expert_indices: Tensor, num_experts: int, group: dist.ProcessGroup) ->
     to_expert_order = torch.argsort(rows, stable=True)
     sent_counts = torch.zeros(num_experts, dtype=torch.int64, device=rows.device)
     sent_counts.scatter_add_(0, rows, torch.ones_like(rows))
-    received_counts = torch.empty_like(sent_counts)
+    # Under the fake process group of a rehearsal nothing arrives: all ranks then count as routing like this one.
+    received_counts = sent_counts.clone()
     dist.all_to_all_single(received_counts, sent_counts, group=group)
     counts = torch.stack((sent_counts, received_counts)).view(2, size, num_local).tolist()
     sent, received = ([sum(row) for row in counts[direction]] for direction in (0, 1))

@@ -312,6 +312,24 @@ def test_experts_on_the_meta_device(pool: GlooPool) -> None:
     assert shapes == [("meta", (4, 2 * INTERMEDIATE, HIDDEN)), ("meta", (4, HIDDEN, INTERMEDIATE))]
 
 
+def shapes_under_fake_group(group: dist.ProcessGroup) -> list[Any]:
+    """A block whose group only pretends to communicate, as when one rank of a plan is rehearsed."""
+    block = build_block("qwen3_moe")
+    pairs = [dist.new_group(ranks, backend="fake") for ranks in ([0, 1], [2, 3])]
+    replace_experts(block, pairs[dist.get_rank(group) // 2])
+    tokens, grad_out = inputs(0, "spread")
+    leaf = tokens.requires_grad_()
+    out = block(leaf)
+    out.backward(grad_out)
+    assert leaf.grad is not None
+    return [tuple(out.shape), tuple(leaf.grad.shape), tuple(block.experts.down_proj.grad.shape)]
+
+
+def test_one_rank_rehearsed_alone(pool: GlooPool) -> None:
+    for shapes in pool.run(shapes_under_fake_group, 4):
+        assert shapes == [(BATCH, LENGTH, HIDDEN), (BATCH, LENGTH, HIDDEN), (EXPERTS // 2, HIDDEN, INTERMEDIATE)]
+
+
 def test_wrong_sizes_are_refused_in_words() -> None:
     with pytest.raises(UserInputError, match="8 experts cannot be spread evenly over ep_size 3") as error:
         check_ep_size(8, 3)
