@@ -7,7 +7,6 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from attention_reference import relative_error
 from torch.utils.checkpoint import checkpoint
 
 from hpjob.core.errors import UserInputError
@@ -21,6 +20,7 @@ from hpjob.runtime.sequence.attention_interface import (
 from hpjob.runtime.sequence.ring import Ring
 from hpjob.runtime.sequence.zigzag import zigzag_split
 from tests.runtime.gloo_pool import GlooPool
+from tests.runtime.sequence.attention_reference import relative_error
 
 BATCH, LENGTH = 2, 24
 FAMILIES = ["llama", "mistral", "qwen2", "qwen3", "gemma"]

@@ -8,7 +8,6 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
-from attention_reference import full_attention, make_inputs, relative_error
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from hpjob.core.errors import UserInputError
@@ -19,6 +18,7 @@ from hpjob.runtime.sequence.ring_attention import ring_attention
 from hpjob.runtime.sequence.sequence_mask import SequenceMask
 from hpjob.runtime.sequence.zigzag import zigzag_split
 from tests.runtime.gloo_pool import GlooPool
+from tests.runtime.sequence.attention_reference import full_attention, make_inputs, relative_error
 
 Shape = tuple[int, int, int, int, int]
 GQA: Shape = (2, 4, 2, 48, 8)

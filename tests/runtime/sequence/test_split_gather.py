@@ -10,7 +10,6 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
-from attention_reference import relative_error
 
 from hpjob.core.errors import UserInputError
 from hpjob.runtime.sequence.sequence_collectives import local_part
@@ -24,6 +23,7 @@ from hpjob.runtime.sequence.split_gather import (
     split_sequence,
 )
 from tests.runtime.gloo_pool import GlooPool
+from tests.runtime.sequence.attention_reference import relative_error
 
 BATCH, HIDDEN, INNER = 2, 12, 24
 MODES = [False, True]
