@@ -161,6 +161,24 @@ def test_kernel_is_reported() -> None:
     assert text == "sdpa: cpu flash SDPA (tensors on the CPU)"
 
 
+def descriptions(group: dist.ProcessGroup) -> list[str]:
+    texts = []
+    for mode in ("ring_attn", "all_to_all"):
+        model = build_model("llama")
+        install_attention(model, make_kernel(mode, group))
+        assert model.config._attn_implementation == f"hpjob_{mode}"
+        texts.append(describe_attention(model, torch.bfloat16, torch.device("cpu")))
+    return texts
+
+
+def test_sequence_parallel_kernels_are_reported(pool: GlooPool) -> None:
+    inside = "cpu flash SDPA (tensors on the CPU)"
+    assert pool.run(descriptions, 2)[0] == [
+        f"ring_attn: zigzag ring over 2 ranks, {inside}",
+        f"all_to_all: all-to-all over 2 ranks, {inside}",
+    ]
+
+
 def test_two_models_keep_their_own_kernels() -> None:
     first, second = build_model("llama"), build_model("llama")
     kernels = LocalAttentionKernel(), LocalAttentionKernel()
