@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 
@@ -75,3 +75,22 @@ def _share(value: float | None) -> str:
 
 def _short(text: str) -> str:
     return text.strip().splitlines()[-1][:110].replace("|", "/")
+
+
+def gpu_train_table(records: Sequence[Mapping[str, Any]]) -> str:
+    """Return tokens/s, MFU, share of the sustained rate and memory of ``gpu_train.py`` files as Markdown."""
+    lines = ["| sequence | variant | tokens/s | MFU | of sustained | peak GiB |", "|---|---|---|---|---|---|"]
+    for record in records:
+        sustained = sum(record["sustained_tflops"]) / len(record["sustained_tflops"])
+        for name, turns in record["variants"].items():
+            good = [turn for turn in turns if "failed" not in turn]
+            if not good:
+                lines.append(f"| {record['seq']:,} | {name} | {_short(turns[0]['failed'])} | | | |")
+                continue
+            mean = {key: sum(turn[key] for turn in good) / len(good) for key in ("tokens_per_s", "mfu", "tflops")}
+            peak = max(turn["peak_gib"] for turn in good)
+            lines.append(
+                f"| {record['seq']:,} | {name} | {mean['tokens_per_s']:,.0f} | {mean['mfu']:.1%} "
+                f"| {mean['tflops'] / sustained:.3f} | {peak:.1f} |"
+            )
+    return "\n".join(lines)

@@ -8,6 +8,7 @@ tags, cannot have a send and a receive wait for each other.
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -37,10 +38,27 @@ class Transport:
         self._ranks = mesh.ranks(Axis.PP)
         self._shape, self._dtype, self._device = shape, dtype, device
         self._channels = channels(schedule, self._rank)
-        self._groups = dict(_channel_groups(schedule, self._ranks))
+        self._groups = dict(_channel_groups(schedule, self._ranks, _group_options(device)))
+        if device.type == "cuda":
+            self._connect()
         self._unposted: dict[Channel, Iterator[Message]] = {}
         self._incoming: dict[Action, tuple[Tensor, dist.Work]] = {}
         self._outgoing: list[tuple[Tensor, dist.Work]] = []
+
+    def _connect(self) -> None:
+        """Open every channel's connection now, in an order that all ranks share.
+
+        NCCL opens one with its first message and then waits for both ranks and for the GPU, which may be busy
+        with a receive that this very rank has still to answer.
+        """
+        token = torch.zeros(1, device=self._device)
+        for channel, group in sorted(self._groups.items()):
+            source, destination, _ = channel
+            if source == self._rank:
+                dist.send(token, self._ranks[destination], group=group)
+            else:
+                dist.recv(token, self._ranks[source], group=group)
+        torch.cuda.synchronize(self._device)
 
     def begin_step(self) -> None:
         """Forget the last step's messages."""
@@ -86,15 +104,26 @@ class Transport:
         self._outgoing.clear()
 
 
-def _channel_groups(schedule: Schedule, ranks: list[int]) -> Iterator[tuple[Channel, dist.ProcessGroup]]:
+def _channel_groups(
+    schedule: Schedule, ranks: list[int], options: dict[str, Any]
+) -> Iterator[tuple[Channel, dist.ProcessGroup]]:
     """Make one two-rank group a channel, in the same order on every rank of the pipeline."""
     names = {channel for rank in range(len(ranks)) for channel in channels(schedule, rank)}
     mine = dist.get_rank()
     for source, destination, kind in sorted(names):
         members = [ranks[source], ranks[destination]]
         if mine in members:
-            group = dist.new_group(sorted(members), use_local_synchronization=True)
+            group = dist.new_group(sorted(members), use_local_synchronization=True, **options)
             yield (source, destination, kind), group
+
+
+def _group_options(device: torch.device) -> dict[str, Any]:
+    """Let a waiting receive occupy four multiprocessors of a GPU, not thirty."""
+    if device.type != "cuda":
+        return {}
+    options = dist.ProcessGroupNCCL.Options()
+    options.config.max_ctas = 4
+    return {"backend": "nccl", "pg_options": options}
 
 
 def _present(work: dist.Work | None) -> dist.Work:
