@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import os
 import sys
+from typing import Any
 
 import typer
 
 import hpjob
-from hpjob.cli import data, plan, recipes
+from hpjob.cli import cancel, data, logs, plan, recipes, resume, status, submit
 from hpjob.core.errors import ExitCode, HpjobError
 
 app = typer.Typer(
@@ -18,6 +20,12 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
+
+for command in (plan, recipes, submit, status, logs, cancel, resume, data):
+    command.register(app)
+
+# typer brings its own click or uses the installed one; this is that one's base of usage errors.
+_UsageError: Any = typer.BadParameter.__mro__[2]
 
 
 def _version(value: bool) -> None:
@@ -31,18 +39,28 @@ def _options(version: bool = typer.Option(False, "--version", callback=_version,
     """From a Slurm cluster to a running, fast, restartable training job."""
 
 
-data.register(app)
-plan.register(app)
-recipes.register(app)
-
-
 def main() -> None:
     """Run the command; every :class:`HpjobError` becomes a message, a hint and its exit code."""
     try:
-        app()
+        sys.exit(app(standalone_mode=False) or 0)
     except HpjobError as error:
-        typer.echo("\n".join(f"error: {line}" for line in error.message.splitlines()), err=True)
-        typer.echo(f"\nhint: {error.hint}", err=True)
+        _complain(error.message, error.hint)
         sys.exit(int(error.exit_code))
-    except KeyboardInterrupt:
+    except _UsageError as error:
+        if len(sys.argv) == 1:
+            typer.echo(error.format_message(), err=True)
+            sys.exit(int(ExitCode.USER_INPUT))
+        path = error.ctx.command_path if error.ctx is not None else "hpjob"
+        _complain(error.format_message(), f"`{path} --help` lists what it takes")
+        sys.exit(int(ExitCode.USER_INPUT))
+    except (KeyboardInterrupt, typer.Abort):
         sys.exit(int(ExitCode.INTERRUPTED))
+    except BrokenPipeError:
+        # Whoever read our output has seen enough; nothing may be flushed into the closed pipe at exit.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        sys.exit(int(ExitCode.DONE))
+
+
+def _complain(message: str, hint: str) -> None:
+    typer.echo("\n".join(f"error: {line}" for line in message.splitlines()), err=True)
+    typer.echo(f"\nhint: {hint}", err=True)

@@ -61,6 +61,26 @@ class AttemptDir:
         """Written by rank 0: address and port of the store that all ranks join."""
         return self.path / "rendezvous.json"
 
+    @property
+    def end(self) -> Path:
+        """Written after the ranks have ended: what the job does next, and why."""
+        return self.path / "end.json"
+
+    @property
+    def srun_log(self) -> Path:
+        """What srun itself wrote to stderr."""
+        return self.path / "srun.log"
+
+    @property
+    def launcher(self) -> Path:
+        """Local executor: process id of the launcher, so that it can be signalled."""
+        return self.path / "launcher.json"
+
+    @property
+    def exits(self) -> Path:
+        """Local executor: exit code or signal of each rank."""
+        return self.path / "exits.json"
+
     def rank_log(self, rank: int) -> Path:
         return self.path / f"rank-{rank:05d}.log"
 
@@ -93,6 +113,11 @@ class RunDir:
     @property
     def script(self) -> Path:
         return self.path / "job.sbatch"
+
+    @property
+    def spec(self) -> Path:
+        """The job specification that the script was rendered from."""
+        return self.path / "job.json"
 
     @property
     def jobs(self) -> Path:
@@ -133,6 +158,15 @@ class RunDir:
     def cancelled(self) -> Path:
         """Exists after ``hpjob cancel``; an attempt that ends then is not requeued."""
         return self.path / "CANCELLED"
+
+    @property
+    def submitit(self) -> Path:
+        """submitit's own files."""
+        return self.path / "submitit"
+
+    def slurm_log(self, job_id: str) -> Path:
+        """Output of the job script, all starts of one job."""
+        return self.path / f"slurm-{job_id}.log"
 
     def attempt(self, index: int) -> AttemptDir:
         return AttemptDir(self.attempts / f"{index:04d}")

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from hpjob.core.run_dir import AttemptDir
+from hpjob.core.run_dir import AttemptDir, RunDir
 
 FailureKind = Literal["exception", "peer-lost", "killed", "hang"]
 
@@ -132,3 +132,10 @@ def first_failure(failures: Iterable[Failure]) -> Failure | None:
     """Return the failure that the others follow from: the earliest that does not merely report a lost peer."""
     ordered = sorted(failures, key=lambda failure: (failure.kind == "peer-lost", failure.time))
     return ordered[0] if ordered else None
+
+
+def newest_checkpoint_step(run: RunDir) -> int:
+    """Return the step of the newest complete checkpoint, 0 without one; checksums are not verified."""
+    folders = run.checkpoints.glob("step-*")
+    steps = (path.name.removeprefix("step-") for path in folders if (path / "manifest.json").is_file())
+    return max((int(step) for step in steps if step.isdigit()), default=0)

@@ -3,31 +3,15 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from math import log2
 
+from hpjob.plan.constants import Calibration, GpuConstants, calibration, gpu_constants
 from hpjob.topology.model import MachineType
 
-
-@dataclass(frozen=True, slots=True)
-class GpuConstants:
-    """Fractions of the printed peaks that kernels reach, and their fixed costs."""
-
-    gemm_efficiency: float = 0.80
-    """Large matrix product, of the dense peak."""
-    num_sms: int = 108
-    gemm_ramp_k: float = 400.0
-    """Inner length at which a product reaches half of its efficiency."""
-    attention_efficiency: float = 0.50
-    """Fused attention forward, of the dense peak."""
-    attention_backward_efficiency: float = 0.40
-    memory_efficiency: float = 0.80
-    """Element-wise kernels, of the printed memory bandwidth."""
-    launch_us: float = 4.0
-    link_efficiency: float = 0.75
-    """Large collectives inside an island, of the printed bandwidth."""
-    nic_efficiency: float = 0.75
-
-
-_CPU_CORE = GpuConstants(num_sms=1, gemm_ramp_k=64.0, launch_us=20.0)
+_THROUGH_HOST = 12e9
+"""Bytes per second between GPUs of a node whose islands are not linked."""
+_MESSAGE_HALF = 1.0e6
+"""Bytes of a rank's message at which a link reaches half of its bandwidth."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,8 +24,19 @@ class Link:
     """Seconds of one step of a ring."""
     crosses_nodes: bool
 
+    def ring(self, size: int, num_bytes: float) -> float:
+        """Seconds of an all-gather or reduce-scatter of ``num_bytes`` (the gathered size) over a group."""
+        if size < 2:
+            return 0.0
+        steps = min(size - 1, 2 * log2(size) + 1)
+        return (size - 1) / size * num_bytes / self.bandwidth + steps * self.latency
 
-@dataclass(frozen=True, slots=True)
+    def send(self, num_bytes: float) -> float:
+        """Seconds of a message to a neighbour."""
+        return num_bytes / self.bandwidth + self.latency
+
+
+@dataclass(frozen=True, eq=False)
 class Hardware:
     """One kind of node, as the cost models see it; bytes, seconds and FLOP/s."""
 
@@ -49,6 +44,7 @@ class Hardware:
     memory_gib: float
     peak_half: float
     peak_single: float
+    peak_fp8: float
     memory_bandwidth: float
     gpus_per_node: int
     island_size: int
@@ -57,8 +53,14 @@ class Hardware:
     nic_bandwidth: float
     """All NICs of a node together."""
     nic_latency: float
-    constants: GpuConstants
+    gpu: GpuConstants
+    fit: Calibration
     is_cpu: bool = False
+
+    @property
+    def gemm_efficiency(self) -> float:
+        special = {"a100": self.fit.gemm_a100, "h100": self.fit.gemm_h100, "b200": self.fit.gemm_b200}
+        return self.gpu.gemm * self.fit.gemm * special.get(self.gpu.name, 1.0)
 
     def link(self, size: int, stride: int) -> Link:
         """Return the slowest link of a group of ranks ``r, r + stride, …``.
@@ -67,30 +69,59 @@ class Hardware:
         NICs with all other groups of the node; a group with g members a node gets g of them.
         """
         span = size * stride
+        island = self.island_bandwidth * self.fit.island
         if span <= self.island_size:
-            return Link(self.island_bandwidth * self.constants.link_efficiency, self.island_latency, False)
-        per_node = max(1, min(size, self.gpus_per_node // stride)) if stride < self.gpus_per_node else 1
-        share = self.nic_bandwidth * self.constants.nic_efficiency * per_node / self.gpus_per_node
+            return Link(island, self.island_latency, False)
         if span <= self.gpus_per_node:
-            # Islands of one node that are not linked: through the host, as slow as PCIe.
-            return Link(min(self.island_bandwidth * self.constants.link_efficiency, 12e9), self.island_latency, False)
-        if per_node > 1:
-            share = min(share, self.island_bandwidth * self.constants.link_efficiency)
-        return Link(share, self.nic_latency, True)
+            return Link(min(island, _THROUGH_HOST), self.island_latency, False)
+        per_node = max(1, min(size, self.gpus_per_node // stride)) if stride < self.gpus_per_node else 1
+        share = self.nic_bandwidth * self.fit.network * per_node / self.gpus_per_node
+        return Link(min(share, island) if per_node > 1 else share, self.nic_latency, True)
+
+    def product(self, m: float, n: float, k: float, *, batch: float = 1, peak: float | None = None) -> float:
+        """Seconds of ``batch`` products (m, k) x (k, n) in 16-bit numbers.
+
+        Tiles of 128 x 128 fill the multiprocessors in waves, the last of them partly; reading and writing
+        the operands adds to it; dimensions that are no multiple of 64 elements miss the fast kernels.
+        """
+        waves = max(1.0, m / 128) * max(1.0, n / 128) * batch / self.gpu.num_sms
+        speed = (peak or self.peak_half) * self.gemm_efficiency
+        slow = 1.0 + self.fit.misaligned * max(_halvings(n), _halvings(k))
+        compute = 2.0 * m * n * k * batch / speed * slow * (waves + self.fit.tail_waves) / waves
+        moved = 2.0 * batch * (m * k + k * n + m * n) / (self.memory_bandwidth * self.gpu.memory)
+        return compute + 0.7 * moved + _LAUNCH_S
+
+    def traffic(self, num_bytes: float) -> float:
+        """Seconds of element-wise kernels that read and write ``num_bytes``."""
+        return num_bytes * self.fit.traffic / (self.memory_bandwidth * self.gpu.memory)
 
 
-def hardware_of(machine: MachineType, gpus_per_node: int | None = None) -> Hardware:
+_LAUNCH_S = 3e-6
+
+
+def _halvings(size: float) -> int:
+    """How often the alignment of a dimension is halved below 64 elements."""
+    number = int(size)
+    alignment = number & -number
+    return max(0, 6 - alignment.bit_length() + 1) if number else 0
+
+
+def hardware_of(
+    machine: MachineType, gpus_per_node: int | None = None, fit: Calibration | None = None
+) -> Hardware:
     """Return the speeds of a machine when ``gpus_per_node`` of its GPUs are used."""
     used = gpus_per_node or machine.gpus_per_node
     island = machine.island_size if machine.island_size > machine.gpus_per_node else min(machine.island_size, used)
     if machine.island_kind in ("pcie", "host"):
         # No NVLink, but the host's own bus reaches every GPU of the node.
         island = used
+    constants = gpu_constants(machine.gpu_model)
     return Hardware(
         name=machine.name,
         memory_gib=machine.gpu_memory_gib,
         peak_half=machine.peak_tflops_bf16 * 1e12,
         peak_single=machine.peak_tflops_fp32 * 1e12,
+        peak_fp8=machine.peak_tflops_bf16 * 2e12,
         memory_bandwidth=machine.memory_bandwidth_gb_s * 1e9,
         gpus_per_node=used,
         island_size=max(1, island),
@@ -98,6 +129,7 @@ def hardware_of(machine: MachineType, gpus_per_node: int | None = None) -> Hardw
         island_latency=machine.island_latency_us * 1e-6,
         nic_bandwidth=machine.nic_bandwidth_gb_s * 1e9,
         nic_latency=machine.nic_latency_us * 1e-6,
-        constants=_CPU_CORE if machine.island_kind == "host" else GpuConstants(),
+        gpu=constants,
+        fit=fit or calibration(),
         is_cpu=machine.island_kind == "host",
     )

@@ -23,6 +23,8 @@ class Layout:
     ep: int = 1
     sequence_mode: SequenceParallelismMode | None = None
     """``split_gather`` and ``ring`` shard over tp (``sp`` stays 1); the others use the sp axis."""
+    tp_sharded: bool = False
+    """Other frameworks combine a sequence axis with activations sharded over tp."""
     zero: Literal[0, 1, 2, 3] = 1
     style: PipelineStyle = "1f1b"
     chunks: int = 1
@@ -30,6 +32,10 @@ class Layout:
     every_kth: int = 1
     precision: Precision = "bf16"
     cpu_offload: bool = False
+    flash: bool = True
+    """Attention keeps no score matrix in memory."""
+    fp8: bool = False
+    """Linear layers multiply in 8-bit numbers."""
 
     @property
     def world_size(self) -> int:
@@ -47,7 +53,7 @@ class Layout:
     @property
     def sharded_norms(self) -> bool:
         """Activations between the TP regions are split over tp."""
-        return self.sequence_mode in ("split_gather", "ring")
+        return self.tp_sharded or self.sequence_mode in ("split_gather", "ring")
 
     @property
     def element_bytes(self) -> int:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Literal
 
 from hpjob.plan.hardware import Hardware
@@ -11,13 +12,13 @@ from hpjob.plan.layout import Layout
 from hpjob.plan.legality import problems, unsupported_layout
 from hpjob.plan.memory import worst_total_gib
 from hpjob.plan.shape import Shape
-from hpjob.plan.step_time import StepTime, step_time
+from hpjob.plan.step_time import StepModel, StepTime
 from hpjob.recipe.model import ParallelSettings, PipelineStyle, RecomputePolicy, SequenceParallelismMode
 
 _MAX_AUTO_MICROBATCH = 32
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Problem:
     """What is to be laid out, and on what."""
 
@@ -27,6 +28,11 @@ class Problem:
     global_batch: int
     world_size: int
     hardware: Hardware
+
+    @cached_property
+    def model(self) -> StepModel:
+        """Prices step times; it keeps what candidates share."""
+        return StepModel(self.shape, self.hardware)
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,12 +108,12 @@ def _variants(problem: Problem, base: Layout) -> Iterator[Layout]:
                     yield replace(shaped, zero=zero, recompute=recompute, every_kth=k)
 
 
-def evaluate(problem: Problem, layout: Layout) -> Candidate:
-    """Price one layout."""
+def evaluate(problem: Problem, layout: Layout, *, simulate: bool = False) -> Candidate:
+    """Price one layout; ``simulate`` runs its schedule operation by operation."""
     return Candidate(
         layout=layout,
         memory_gib=worst_total_gib(problem.shape, layout, is_cpu=problem.hardware.is_cpu),
-        time=step_time(problem.shape, layout, problem.hardware),
+        time=problem.model.step(layout, simulate=simulate),
         num_unsupported=len(unsupported_layout(layout)),
     )
 

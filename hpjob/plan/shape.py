@@ -3,17 +3,31 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cached_property
 
 from hpjob.recipe.model import ModelShape
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
+class Latent:
+    """Multi-head latent attention: queries, keys and values pass through narrow projections."""
+
+    q_rank: int
+    """0 = queries are projected directly."""
+    kv_rank: int
+    nope_dim: int
+    rope_dim: int
+    value_dim: int
+
+
+@dataclass(frozen=True)
 class Shape:
     """Sizes of a decoder-only transformer. Norm weights are left out: they are below 0.1 %."""
 
     num_layers: int
     hidden: int
     ffn: int
+    """MLP width, or that of one expert."""
     heads: int
     kv_heads: int
     head_dim: int
@@ -22,40 +36,73 @@ class Shape:
     """Three MLP matrices (SwiGLU) instead of two."""
     tied: bool = False
     """Embedding and output head share their weights."""
+    rotary: bool = True
+    rms_norm: bool = True
     num_experts: int = 0
     experts_per_token: int = 0
+    shared_experts: int = 0
+    """Experts that every token passes through, as multiples of ``ffn``."""
+    dense_layers: int = 0
+    """First layers with a dense MLP in a model with experts."""
+    dense_ffn: int = 0
     learned_positions: int = 0
     """Rows of a learned position embedding; 0 = rotary or ALiBi."""
+    latent: Latent | None = None
 
-    @property
+    @cached_property
     def q_width(self) -> int:
-        return self.heads * self.head_dim
+        return self.heads * (self.latent.nope_dim + self.latent.rope_dim if self.latent else self.head_dim)
 
-    @property
+    @cached_property
     def kv_width(self) -> int:
         return self.kv_heads * self.head_dim
 
-    @property
-    def attention_params(self) -> int:
-        return 2 * self.hidden * (self.q_width + self.kv_width)
+    @cached_property
+    def value_width(self) -> int:
+        """Width of the attention's output."""
+        return self.heads * (self.latent.value_dim if self.latent else self.head_dim)
 
-    @property
+    @cached_property
+    def attention_products(self) -> tuple[tuple[int, int, bool, bool], ...]:
+        """The projections as (out, in, out is sharded, in is sharded)."""
+        h, x = self.hidden, self.latent
+        if x is None:
+            return ((self.q_width + 2 * self.kv_width, h, True, False), (h, self.q_width, False, True))
+        queries = [(self.q_width, h, True, False)]
+        if x.q_rank:
+            queries = [(x.q_rank, h, False, False), (self.q_width, x.q_rank, True, False)]
+        keys = [(x.kv_rank + x.rope_dim, h, False, False)]
+        keys.append((self.heads * (x.nope_dim + x.value_dim), x.kv_rank, True, False))
+        return (*queries, *keys, (h, self.value_width, False, True))
+
+    @cached_property
+    def attention_params(self) -> int:
+        return sum(out * inner for out, inner, _, _ in self.attention_products)
+
+    @cached_property
     def mlp_params(self) -> int:
         """Parameters of one MLP, or of one expert."""
         return (3 if self.gated else 2) * self.hidden * self.ffn
 
-    @property
-    def layer_params(self) -> int:
-        if not self.num_experts:
-            return self.attention_params + self.mlp_params
-        return self.attention_params + self.num_experts * (self.mlp_params + self.hidden)
+    @cached_property
+    def dense_layer_params(self) -> int:
+        """Parameters of a layer with a dense MLP."""
+        width = self.dense_ffn if self.num_experts and self.dense_ffn else self.ffn
+        return self.attention_params + (3 if self.gated else 2) * self.hidden * width
+
+    @cached_property
+    def always_params(self) -> int:
+        """Parameters of a layer with experts that do not belong to a routed expert."""
+        return self.attention_params + self.shared_experts * self.mlp_params + self.num_experts * self.hidden
+
+    @cached_property
+    def routed_params(self) -> int:
+        """Parameters of all routed experts of a layer."""
+        return self.num_experts * self.mlp_params
 
     @property
-    def active_layer_params(self) -> int:
-        """Parameters that one token passes through."""
-        if not self.num_experts:
-            return self.layer_params
-        return self.attention_params + self.experts_per_token * self.mlp_params + self.num_experts * self.hidden
+    def num_expert_layers(self) -> int:
+        return self.num_layers - self.dense_layers if self.num_experts else 0
 
     @property
     def embedding_params(self) -> int:
@@ -64,6 +111,13 @@ class Shape:
     @property
     def head_params(self) -> int:
         return self.vocab * self.hidden
+
+    @property
+    def num_params(self) -> int:
+        """All parameters, norms left out."""
+        experts = self.num_expert_layers * (self.always_params + self.routed_params)
+        dense = (self.num_layers - self.num_expert_layers) * self.dense_layer_params
+        return dense + experts + self.embedding_params + (0 if self.tied else self.head_params)
 
 
 def shape_of(model: ModelShape) -> Shape:

@@ -1,21 +1,24 @@
-"""Seconds of one optimizer step by kind, from first principles.
+"""Seconds of one optimizer step by kind.
 
-Every layer is a handful of matrix products, one fused attention and memory-bound passes; every axis adds
-its collectives on the link that its groups see; the pipeline adds its bubble.
+Stages are priced layer by layer, the schedule is simulated operation by operation (or bounded by a formula
+while thousands of candidates are compared), gradients and weights travel on the link that their group sees.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import lru_cache
-from math import ceil
+from math import log2
 
+from hpjob.plan.constants import Framework, framework
 from hpjob.plan.hardware import Hardware
-from hpjob.plan.layout import Layout, split_layers, stages_of_rank
+from hpjob.plan.layer_time import LayerModel
+from hpjob.plan.layout import Layout, split_layers
+from hpjob.plan.schedule import makespan
 from hpjob.plan.shape import Shape
+from hpjob.plan.stage_times import StageTimes
 
-_DP_OVERLAP = 0.5
-"""Part of the gradient traffic that hides behind the last microbatch's backward pass."""
+_UPDATE_BYTES = 38.0
+"""Moved for one parameter by clipping and AdamW: master weight, moments, gradient, new 16-bit weight."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,45 +38,153 @@ class StepTime:
 
 
 @dataclass(frozen=True, slots=True)
-class _LayerTime:
-    forward: float
-    backward: float
-    tp_comm: float
-    """Collectives of forward and backward."""
-    tp_comm_forward: float
+class _Stages:
+    times: StageTimes
+    comm: list[float]
+    """Exposed tp, sp and ep collectives of each stage, part of its times."""
 
 
-def step_time(shape: Shape, layout: Layout, hardware: Hardware) -> StepTime:
-    """Price one layout."""
-    layer = _layer_time(shape, _layer_key(layout), hardware)
-    head = _head_time(shape, layout.tokens, layout.tp, layout.precision, hardware)
-    stages = split_layers(shape.num_layers, layout.pp * layout.chunks)
-    per_layer = layer.forward + layer.backward
-    comm_per_layer = layer.tp_comm
-    if layout.recompute == "full":
-        share = 1 / layout.every_kth
-        per_layer += layer.forward * share
-        comm_per_layer += layer.tp_comm_forward * share
-    held = [stages_of_rank(rank, layout.pp, layout.chunks, layout.style) for rank in range(layout.pp)]
-    counts = [sum(stages[stage] for stage in own) for own in held]
-    last = len(stages) - 1
-    compute = [count * per_layer + (head if last in own else 0.0) for count, own in zip(counts, held, strict=True)]
-    comm = [count * comm_per_layer for count in counts]
-    slots = [a + b for a, b in zip(compute, comm, strict=True)]
-    worst = max(range(layout.pp), key=slots.__getitem__)
-    m = layout.num_microbatches
-    bubble = (sum(slots) - slots[worst]) / _bubble_divisor(layout)
-    hop = _hop_time(shape, layout, hardware)
-    dp = _data_parallel_time(shape, layout, hardware, counts[0])
-    optimizer = _optimizer_time(shape, layout, hardware, max(counts))
-    return StepTime(
-        compute=m * compute[worst],
-        bubble=bubble,
-        tp_comm=m * comm[worst],
-        pp_comm=hop,
-        dp_comm=max(dp - _DP_OVERLAP * slots[0], dp * 0.2),
-        optimizer=optimizer,
-    )
+class StepModel:
+    """Prices layouts of one model on one kind of hardware."""
+
+    def __init__(self, shape: Shape, hardware: Hardware, habits: Framework | None = None) -> None:
+        self.shape = shape
+        self.hardware = hardware
+        self.habits = habits or framework("hpjob")
+        self.layers = LayerModel(shape, hardware, self.habits)
+
+    def step(self, layout: Layout, *, simulate: bool = True) -> StepTime:
+        """Price one layout; without ``simulate`` the bubble comes from a formula."""
+        stages = self._stages(layout)
+        m, pp, chunks = layout.num_microbatches, layout.pp, layout.chunks
+        per_rank, comm_per_rank = self._per_rank(layout, stages)
+        worst = max(range(pp), key=per_rank.__getitem__)
+        busy = m * per_rank[worst]
+        hop, blocking = self._hop(layout)
+        if simulate and pp > 1:
+            span = makespan(layout.style, pp, chunks, m, stages.times, hop, blocking)
+            ideal = makespan(layout.style, pp, chunks, m, stages.times, 0.0)
+        else:
+            idle = (sum(per_rank) - per_rank[worst]) / _bubble_divisor(layout)
+            hops = 2 * (pp - 1) * hop * max(1, chunks - 1) + 2 * m * chunks * hop * blocking if pp > 1 else 0.0
+            ideal, span = busy + idle, busy + idle + hops
+        comm = m * comm_per_rank[worst]
+        data = self._data_parallel(layout, stages, per_rank)
+        optimizer = self._optimizer(layout)
+        whole = span + data + optimizer
+        jitter = whole * self.hardware.fit.jitter * log2(max(1.0, layout.world_size / self.hardware.gpus_per_node))
+        return StepTime(
+            compute=busy - comm + jitter,
+            bubble=max(0.0, ideal - busy),
+            tp_comm=comm,
+            pp_comm=max(0.0, span - ideal),
+            dp_comm=data,
+            optimizer=optimizer,
+        )
+
+    def _stages(self, layout: Layout) -> _Stages:
+        """Seconds of a microbatch in every stage."""
+        s = self.shape
+        dense = self.layers.layer(layout)
+        dense_passes = dense.passes()
+        routed = self.layers.layer(layout, experts=True) if s.num_expert_layers else None
+        routed_passes = routed.passes() if routed else dense_passes
+        counts = split_layers(s.num_layers, layout.pp * layout.chunks, layout.style)
+        gather = self._gather_layer(layout) if layout.zero == 3 else 0.0
+        forward, inputs, weights, comm = [], [], [], []
+        done = 0
+        for count in counts:
+            first = max(0, min(count, s.dense_layers - done)) if routed else count
+            rest = count - first
+            done += count
+            f, i, w = (first * a + rest * b for a, b in zip(dense_passes, routed_passes, strict=True))
+            c = first * (dense.comm_forward + dense.comm_backward)
+            if routed:
+                c += rest * (routed.comm_forward + routed.comm_backward)
+            if gather:
+                # Weights arrive while the layer before computes; only what does not hide is seen.
+                f, i = _overlapped(f, count * gather), _overlapped(i + w, count * 2 * gather) - w
+            forward.append(f)
+            inputs.append(i)
+            weights.append(w)
+            comm.append(c)
+        f, i, w = self.layers.head(layout)
+        # The loss of `zbv` sits with the embedding on the first rank, but it still ends the last stage.
+        forward[-1], inputs[-1], weights[-1] = forward[-1] + f, inputs[-1] + i, weights[-1] + w
+        embedding = self.hardware.traffic(6.0 * layout.tokens * s.hidden * layout.element_bytes)
+        forward[0] += embedding / 2
+        inputs[0] += embedding
+        return _Stages(StageTimes(forward, inputs, weights), comm)
+
+    def _per_rank(self, layout: Layout, stages: _Stages) -> tuple[list[float], list[float]]:
+        t, pp, chunks = stages.times, layout.pp, layout.chunks
+        total = [f + i + w for f, i, w in zip(t.forward, t.backward_input, t.backward_weight, strict=True)]
+        if layout.style == "zbv":
+            held = [(rank, 2 * pp - 1 - rank) for rank in range(pp)]
+            return [total[a] + total[b] for a, b in held], [stages.comm[a] + stages.comm[b] for a, b in held]
+        if chunks == 1:
+            return total, stages.comm
+        return (
+            [sum(total[rank::pp]) for rank in range(pp)],
+            [sum(stages.comm[rank::pp]) for rank in range(pp)],
+        )
+
+    def _hop(self, layout: Layout) -> tuple[float, float]:
+        """Seconds from a stage to the next, and the part that keeps both from computing."""
+        if layout.pp == 1:
+            return 0.0, 0.0
+        link = self.hardware.link(2, layout.dp * layout.sp * layout.tp)
+        # Every tp rank sends its share; the receivers gather it inside the island.
+        size = layout.tokens * self.shape.hidden * layout.element_bytes
+        hop = link.send(size / layout.tp) * self.hardware.fit.hop
+        if layout.tp > 1 and not layout.sharded_norms:
+            hop += self.hardware.link(layout.tp, 1).ring(layout.tp, size)
+        return hop, 1.0 - self.habits.pp_overlap
+
+    def _gather_layer(self, layout: Layout) -> float:
+        """Seconds to gather one layer's weights; the gradients' way back takes about as long."""
+        shards = layout.dp * layout.sp
+        if shards == 1:
+            return 0.0
+        params = self._mean_layer_params(layout)
+        return self.hardware.link(shards, layout.tp).ring(shards, params * self.habits.gather_bytes)
+
+    def _mean_layer_params(self, layout: Layout) -> float:
+        s = self.shape
+        dense = (s.num_layers - s.num_expert_layers) * s.dense_layer_params
+        routed = s.num_expert_layers * (s.always_params + s.routed_params / layout.ep)
+        return (dense + routed) / s.num_layers / layout.tp
+
+    def _rank_params(self, layout: Layout) -> float:
+        """Parameters of the fullest rank before ZeRO."""
+        layers = -(-self.shape.num_layers // layout.pp)
+        ends = self.shape.embedding_params / layout.tp
+        if layout.pp == 1 and not self.shape.tied:
+            ends *= 2
+        return layers * self._mean_layer_params(layout) + ends
+
+    def _data_parallel(self, layout: Layout, stages: _Stages, per_rank: list[float]) -> float:
+        """Exposed seconds of gradient reduction and weight gathering after ZeRO 0 to 2."""
+        shards = layout.dp * layout.sp
+        if shards == 1:
+            return 0.0
+        link = self.hardware.link(shards, layout.tp)
+        if layout.zero == 3:
+            # The first gather and the last reduction have nothing to hide behind.
+            return 3 * self._gather_layer(layout)
+        params = self._rank_params(layout)
+        half = layout.precision != "fp32"
+        reduce = params * (self.habits.reduce_bytes if half else 4)
+        back = params * ((self.habits.gather_bytes if half else 4) if layout.zero else reduce / params)
+        total = link.ring(shards, reduce) + link.ring(shards, back)
+        window = self.habits.dp_overlap * per_rank[0]
+        return max(total - window, total * (1.0 - 0.9 * self.habits.dp_overlap))
+
+    def _optimizer(self, layout: Layout) -> float:
+        params = self._rank_params(layout)
+        if layout.zero:
+            params /= layout.dp * layout.sp
+        return self.hardware.traffic(params * _UPDATE_BYTES) + self.hardware.fit.step_ms * 1e-3
 
 
 def _bubble_divisor(layout: Layout) -> float:
@@ -83,108 +194,6 @@ def _bubble_divisor(layout: Layout) -> float:
     return float(layout.chunks)
 
 
-def _layer_key(layout: Layout) -> tuple[int, int, int, int, str | None, str]:
-    return (layout.tokens, layout.seq, layout.tp, layout.sp, layout.sequence_mode, layout.precision)
-
-
-@lru_cache(maxsize=8192)
-def _layer_time(shape: Shape, key: tuple[int, int, int, int, str | None, str], hardware: Hardware) -> _LayerTime:
-    tokens, seq, tp, sp, mode, precision = key
-    half = precision != "fp32"
-    e = 2 if half else 4
-    qkv = (shape.q_width + 2 * shape.kv_width) // tp
-    h, ffn = shape.hidden, shape.ffn // tp
-    experts = max(1, shape.experts_per_token)
-    products = [(tokens, qkv, h), (tokens, h, shape.q_width // tp)]
-    products += [(tokens * experts, (2 if shape.gated else 1) * ffn, h), (tokens * experts, h, ffn)]
-    forward = sum(_product_time(m, n, k, half, hardware) for m, n, k in products)
-    backward = sum(
-        _product_time(m, k, n, half, hardware) + _product_time(n, k, m, half, hardware) for m, n, k in products
-    )
-    # Causal attention: half of the score matrix.
-    flops = 2.0 * tokens * seq * (shape.q_width // tp)
-    peak = hardware.peak_half if half else hardware.peak_single
-    c = hardware.constants
-    forward += flops / (peak * c.attention_efficiency)
-    backward += 2.5 * flops / (peak * c.attention_backward_efficiency)
-    sharded = tp if mode in ("split_gather", "ring") else 1
-    moved = tokens * e * (14 * h / sharded + 4 * shape.q_width / tp + 5 * experts * ffn)
-    passes = moved / (hardware.memory_bandwidth * c.memory_efficiency) + 12 * c.launch_us * 1e-6
-    forward += passes
-    backward += 1.6 * passes
-    comm = _axis_traffic(shape, tokens, tp, sp, mode, e, hardware)
-    return _LayerTime(forward, backward, 2 * comm, comm)
-
-
-def _axis_traffic(
-    shape: Shape, tokens: int, tp: int, sp: int, mode: str | None, element_bytes: int, hardware: Hardware
-) -> float:
-    """Seconds of one layer's collectives over tp and sp in one direction."""
-    seconds = 0.0
-    if tp > 1:
-        link = hardware.link(tp, 1)
-        size = float(tokens * shape.hidden * element_bytes)
-        seconds += 2 * (2 * (tp - 1) / tp * size / link.bandwidth + 2 * (tp - 1) * link.latency)
-    if sp > 1:
-        link = hardware.link(sp, tp)
-        kv = 2 * tokens * shape.kv_width * element_bytes / tp
-        if mode == "all_to_all":
-            size = 2 * tokens * shape.q_width * element_bytes / tp + kv
-            seconds += (sp - 1) / sp * size / link.bandwidth + 4 * link.latency
-        else:
-            # K and V go round; most of it hides behind the blocks of attention.
-            seconds += 0.4 * (sp - 1) * (kv / link.bandwidth + link.latency)
-    return seconds
-
-
-def _product_time(m: int, n: int, k: int, half: bool, hardware: Hardware) -> float:
-    """Seconds of an (m, k) x (k, n) product: waves of tiles, a ramp in k, or the memory's speed."""
-    c = hardware.constants
-    tiles = ceil(m / 128) * ceil(n / 128)
-    waves = tiles / c.num_sms
-    fill = waves / ceil(waves)
-    edge = m * n / (tiles * 128 * 128)
-    efficiency = c.gemm_efficiency * fill * edge * k / (k + c.gemm_ramp_k)
-    peak = hardware.peak_half if half else hardware.peak_single
-    e = 2 if half else 4
-    moved = e * (m * k + k * n + m * n) / (hardware.memory_bandwidth * c.memory_efficiency)
-    return max(2.0 * m * n * k / (peak * efficiency), moved) + c.launch_us * 1e-6
-
-
-@lru_cache(maxsize=4096)
-def _head_time(shape: Shape, tokens: int, tp: int, precision: str, hardware: Hardware) -> float:
-    half = precision != "fp32"
-    n, h = max(1, shape.vocab // tp), shape.hidden
-    products = _product_time(tokens, n, h, half, hardware)
-    products += _product_time(tokens, h, n, half, hardware) + _product_time(n, h, tokens, half, hardware)
-    return products + 24 * tokens * n / (hardware.memory_bandwidth * hardware.constants.memory_efficiency)
-
-
-def _hop_time(shape: Shape, layout: Layout, hardware: Hardware) -> float:
-    """Exposed transfers between stages: warm-up, cool-down and, for chunks, a part of the steady state."""
-    if layout.pp == 1:
-        return 0.0
-    link = hardware.link(2, layout.dp * layout.sp * layout.tp)
-    size = layout.tokens * shape.hidden * layout.element_bytes / (layout.tp if layout.sharded_norms else 1)
-    hop = size / link.bandwidth + link.latency
-    crossings = 2 * (layout.pp - 1) + 2 * layout.num_microbatches * layout.chunks * 0.5
-    return crossings * hop
-
-
-def _data_parallel_time(shape: Shape, layout: Layout, hardware: Hardware, layers: int) -> float:
-    shards = layout.dp * layout.sp
-    if shards == 1:
-        return 0.0
-    link = hardware.link(shards, layout.tp)
-    params = (layers * shape.layer_params / layout.ep + shape.embedding_params) / layout.tp
-    gathers = layout.num_microbatches * 2 if layout.zero == 3 else 1
-    reduces = layout.num_microbatches if layout.zero >= 2 else 1
-    size = params * (4 * reduces + layout.element_bytes * gathers)
-    return (shards - 1) / shards * size / link.bandwidth + 2 * (shards - 1) * link.latency
-
-
-def _optimizer_time(shape: Shape, layout: Layout, hardware: Hardware, layers: int) -> float:
-    params = (layers * shape.layer_params / layout.ep + shape.embedding_params) / layout.tp
-    if layout.zero >= 1:
-        params /= layout.dp * layout.sp
-    return params * 34 / (hardware.memory_bandwidth * hardware.constants.memory_efficiency) + 1e-3
+def _overlapped(compute: float, transfer: float) -> float:
+    """Compute with a transfer behind it: the longer one, plus what both take from each other."""
+    return max(compute, transfer) + 0.12 * min(compute, transfer)

@@ -1,0 +1,138 @@
+"""``hpjob logs``: what the ranks wrote, the first failing rank first."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import typer
+
+if TYPE_CHECKING:
+    from hpjob.core.run_dir import RunDir
+    from hpjob.report.read import Attempt, RunRecord
+
+
+def register(app: typer.Typer) -> None:
+    """Add the command."""
+    app.command(name="logs")(logs)
+
+
+def logs(
+    run: str | None = typer.Argument(None, help="Name, folder or job id of a run. [default: the newest]"),
+    run_dir: Path = typer.Option(Path("runs"), "--run-dir", help="Folder of all runs."),
+    rank: int | None = typer.Option(None, "--rank", min=0, help="Log of this rank. [default: the first failing one]"),
+    attempt: int | None = typer.Option(None, "--attempt", min=0, help="Attempt to show. [default: the newest]"),
+    lines: int = typer.Option(40, "--lines", "-n", min=0, help="Lines of each log."),
+    follow: bool = typer.Option(False, "--follow", "-f", help="Go on with new lines until the run ends."),
+) -> None:
+    """Show the end of the log that says most; the first failing rank is named first, its traceback comes last."""
+    from hpjob.cli.find_run import find_run
+    from hpjob.report.logs import job_log, rank_to_show
+    from hpjob.report.read import read_run
+
+    found = find_run(run, run_dir)
+    record = read_run(found.path)
+    chosen = _attempt(record, attempt)
+    if chosen is None:
+        _show_job_log(found, lines)
+        return
+    shown = rank if rank is not None else rank_to_show(chosen)
+    if shown is None:
+        typer.echo(f"attempt {chosen.files.index} has no logs of ranks; the job's own:", err=True)
+        _show_tail(job_log(found, chosen.job_id, chosen.executor), lines)
+        return
+    path = chosen.files.rank_log(shown)
+    _check_rank(path, chosen)
+    _name_failures(chosen)
+    _show_tail(path, lines)
+    if follow:
+        _follow(found, path)
+    _show_first_failure(chosen)
+
+
+def _attempt(record: RunRecord, index: int | None) -> Attempt | None:
+    from hpjob.core.errors import UserInputError
+
+    if index is None:
+        return record.last_attempt
+    for attempt in record.attempts:
+        if attempt.files.index == index:
+            return attempt
+    numbers = ", ".join(str(attempt.files.index) for attempt in record.attempts)
+    raise UserInputError(f"there is no attempt {index}", hint=f"the attempts are {numbers or 'not begun yet'}")
+
+
+def _check_rank(path: Path, attempt: Attempt) -> None:
+    from hpjob.core.errors import UserInputError
+    from hpjob.report.logs import ranks_with_logs
+
+    if not path.exists():
+        ranks = ranks_with_logs(attempt.files)
+        raise UserInputError(
+            f"{path.name} is not in attempt {attempt.files.index}",
+            hint=f"it has logs of ranks {ranks[0]} to {ranks[-1]}" if ranks else "its ranks have not started yet",
+        )
+
+
+def _show_job_log(run: RunDir, lines: int) -> None:
+    from hpjob.report.logs import job_log
+    from hpjob.slurm.live import read_submissions
+
+    submissions = read_submissions(run)
+    path = job_log(run, submissions[-1].job_id, submissions[-1].executor) if submissions else None
+    if path is None or not path.exists():
+        typer.echo(f"{run.name} has no logs yet: its job has not started (`hpjob status {run.name}`)", err=True)
+        return
+    _show_tail(path, lines)
+
+
+def _name_failures(attempt: Attempt) -> None:
+    from hpjob.cli.run_status import first_line
+
+    first = attempt.first_failure
+    if first is None:
+        return
+    typer.echo(f"rank {first.rank} on {first.node} failed first: {first_line(first)}")
+    others = [failure for failure in attempt.failures if failure is not first]
+    if others:
+        ranks = ", ".join(str(failure.rank) for failure in sorted(others, key=lambda failure: failure.rank))
+        typer.echo(f"then ranks {ranks}")
+    typer.echo("")
+
+
+def _show_first_failure(attempt: Attempt) -> None:
+    first = attempt.first_failure
+    if first is None:
+        return
+    typer.echo(f"\n==> first failure: rank {first.rank} on {first.node} <==")
+    typer.echo((first.traceback or first.message).rstrip())
+
+
+def _show_tail(path: Path, lines: int) -> None:
+    from hpjob.report.logs import tail
+
+    typer.echo(f"==> {path} <==")
+    for line in tail(path, lines):
+        typer.echo(line)
+
+
+def _follow(run: RunDir, path: Path) -> None:
+    """Print what is added to a log until the run ends."""
+    import time
+
+    from hpjob.cli.run_status import run_status
+
+    with path.open("rb") as stream:
+        stream.seek(0, 2)
+        asked_at, goes_on = 0.0, True
+        while True:
+            data = stream.read()
+            if data:
+                typer.echo(data.decode("utf-8", errors="replace"), nl=False)
+                continue
+            if not goes_on:
+                return
+            if time.monotonic() - asked_at > 5.0:
+                asked_at = time.monotonic()
+                goes_on = run_status(run).state in {"waiting", "running", "unknown"}
+            time.sleep(0.5)

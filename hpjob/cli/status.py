@@ -1,0 +1,132 @@
+"""``hpjob status``: where a run stands."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import typer
+
+if TYPE_CHECKING:
+    from hpjob.cli.run_status import RunStatus
+    from hpjob.core.run_records import Failure
+
+
+def register(app: typer.Typer) -> None:
+    """Add the command."""
+    app.command(name="status")(status)
+
+
+def status(
+    run: str | None = typer.Argument(None, help="Name, folder or job id of a run. [default: the newest]"),
+    run_dir: Path = typer.Option(Path("runs"), "--run-dir", help="Folder of all runs."),
+    watch: bool = typer.Option(False, "--watch", "-w", help="Show progress until the run ends."),
+    as_json: bool = typer.Option(False, "--json", help="Print one JSON document."),
+) -> None:
+    """Say whether a run waits, trains, stopped or finished, why, and how to go on."""
+    import json
+
+    from hpjob.cli.find_run import find_run
+    from hpjob.cli.run_status import run_status
+    from hpjob.cli.watch import watch_run
+
+    found = find_run(run, run_dir)
+    if watch and not as_json:
+        watch_run(found)
+    current = run_status(found)
+    if as_json:
+        typer.echo(json.dumps(as_document(current), indent=2))
+    else:
+        typer.echo("\n".join(as_lines(current)))
+
+
+def as_document(current: RunStatus) -> dict[str, Any]:
+    """Return a status as plain data."""
+    record, submission, job = current.record, current.submission, current.job
+    last, attempt, failure = record.last_step, record.last_attempt, current.failure
+    return {
+        "version": 1,
+        "run": record.files.name,
+        "run_dir": str(record.files.path),
+        "state": current.state,
+        "why": current.why,
+        "how_to_go_on": current.how_to_go_on,
+        "job_id": submission.job_id if submission else None,
+        "executor": submission.executor if submission else None,
+        "slurm_state": job.state if job and submission and submission.executor == "slurm" else None,
+        "slurm_reason": job.reason if job else None,
+        "nodes": list(attempt.hostnames) if attempt else [],
+        "attempts": len(record.attempts),
+        "step": last.step if last else 0,
+        "total_steps": record.total_steps,
+        "loss": last.loss if last else None,
+        "tokens_per_s": record.tokens_per_s,
+        "seconds_left": record.seconds_left,
+        "checkpoint_step": record.checkpoint_step,
+        "first_failure": _failure_document(failure) if failure else None,
+    }
+
+
+def _failure_document(failure: Failure) -> dict[str, Any]:
+    from dataclasses import asdict
+
+    return asdict(failure)
+
+
+def as_lines(current: RunStatus) -> list[str]:
+    """Return a status as text; the first failing rank and its traceback come last."""
+    record, submission = current.record, current.submission
+    by = f"{submission.executor} job {submission.job_id}" if submission else "no job"
+    lines = [f"{record.files.name}: {current.state}, {current.why}", ""]
+    if record.plan is not None:
+        lines.append(f"  plan        {record.plan.summary}")
+    lines.append(f"  job         {by}, {_attempts(len(record.attempts))}{_start_words(current)}")
+    lines.append(f"  step        {_progress(current)}")
+    lines.append(f"  checkpoint  {_checkpoint(record.checkpoint_step)}")
+    lines.append(f"  folder      {record.files.path}")
+    failure, attempt = current.failure, record.last_attempt
+    if failure is not None and attempt is not None:
+        lines += ["", f"rank {failure.rank} on {failure.node} failed first ({failure.kind}):", ""]
+        lines += [f"  {line}" for line in (failure.traceback or failure.message).rstrip().splitlines()[-12:]]
+        lines += ["", f"full log: {attempt.files.rank_log(failure.rank)}"]
+    if current.how_to_go_on:
+        lines += ["", f"next: {current.how_to_go_on}"]
+    return lines
+
+
+def _attempts(count: int) -> str:
+    return f"{count} attempt{'' if count == 1 else 's'}"
+
+
+def _start_words(current: RunStatus) -> str:
+    job = current.job
+    if job is None:
+        return ""
+    if job.starts_at:
+        return f", expected to start at {job.starts_at}"
+    return f", {job.time_left} left" if job.time_left and job.time_left != "UNLIMITED" else ""
+
+
+def _progress(current: RunStatus) -> str:
+    record = current.record
+    last = record.last_step
+    total = record.total_steps if record.total_steps is not None else "?"
+    if last is None:
+        return f"0 of {total}"
+    text = f"{last.step} of {total}, loss {last.loss:.4f}, {record.tokens_per_s or 0:,.0f} tokens/s"
+    if current.state == "running" and record.seconds_left:
+        text += f", {duration(record.seconds_left)} left"
+    return text
+
+
+def _checkpoint(step: int) -> str:
+    return f"step {step}" if step else "none yet"
+
+
+def duration(seconds: float) -> str:
+    """Write seconds as ``45 s``, ``12 min`` or ``3 h 20 min``."""
+    minutes, rest = divmod(round(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    if hours:
+        return f"{hours} h {minutes} min"
+    return f"{minutes} min" if minutes >= 5 else f"{minutes} min {rest} s" if minutes else f"{rest} s"

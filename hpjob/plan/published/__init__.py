@@ -1,0 +1,1 @@
+"""Tables of published runs: read, predicted without their measured columns, scored, fitted."""

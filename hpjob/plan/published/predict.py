@@ -1,0 +1,40 @@
+"""Predictions for rows: step time and memory of the fastest layout that their fields allow."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from hpjob.plan.constants import Calibration
+from hpjob.plan.hardware import hardware_of
+from hpjob.plan.memory import GIB, RankBytes, worst_bytes
+from hpjob.plan.published.rows import Case
+from hpjob.plan.step_time import StepModel
+
+
+@dataclass(frozen=True, slots=True)
+class Prediction:
+    """What the planner says of a row."""
+
+    step_s: float
+    memory: RankBytes
+    device_gib: float
+
+    @property
+    def fits(self) -> bool:
+        return self.memory.total / GIB <= self.device_gib
+
+
+def predict(case: Case, fit: Calibration | None = None) -> Prediction:
+    """Price a row; unknown fields take the fastest value that fits."""
+    model = StepModel(case.shape, hardware_of(case.machine, case.machine.gpus_per_node, fit), case.habits)
+    best: tuple[bool, float, Prediction] | None = None
+    for layout in case.layouts:
+        memory = worst_bytes(case.shape, layout, case.habits)
+        step = model.step(layout).step * case.global_batch / layout.global_batch
+        found = Prediction(step, memory, case.machine.gpu_memory_gib)
+        key = (not found.fits, step if found.fits else memory.total)
+        if best is None or key < best[:2]:
+            best = (*key, found)
+    if best is None:
+        raise ValueError(f"row {case.row_id} has no layout")
+    return best[2]

@@ -1,0 +1,120 @@
+"""Pipeline schedules, simulated operation by operation.
+
+A rank runs its operations in the order of the schedule; each waits for what it needs from a neighbour
+plus the transfer. Operations: forward, backward for the input, backward for the weights (1f1b and
+interleaved run the last two as one).
+"""
+
+from __future__ import annotations
+
+from hpjob.plan.schedule_zbv import simulate_zbv
+from hpjob.plan.stage_times import StageTimes
+
+Op = tuple[str, int, int]
+"""Kind (``F``, ``B``, ``W``), chunk of the rank, microbatch."""
+
+
+def one_f_one_b(pp: int, rank: int, num_microbatches: int) -> list[Op]:
+    """Return a rank's operations: warm-up forwards, then pairs, then the remaining backwards."""
+    warmup = min(num_microbatches, pp - 1 - rank)
+    ops: list[Op] = [("F", 0, i) for i in range(warmup)]
+    for i in range(num_microbatches - warmup):
+        ops += [("F", 0, warmup + i), ("B", 0, i)]
+    return ops + [("B", 0, i) for i in range(num_microbatches - warmup, num_microbatches)]
+
+
+def interleaved(pp: int, rank: int, chunks: int, num_microbatches: int) -> list[Op]:
+    """Return a rank's operations when it holds several chunks; microbatches go in groups of ``pp``."""
+    total = num_microbatches * chunks
+
+    def at(index: int, forward: bool) -> tuple[int, int]:
+        group, inside = divmod(index, pp * chunks)
+        chunk, offset = divmod(inside, pp)
+        return (chunk if forward else chunks - 1 - chunk), group * pp + offset
+
+    warmup = min(total, 2 * (pp - 1 - rank) + (chunks - 1) * pp)
+    ops: list[Op] = [("F", *at(i, True)) for i in range(warmup)]
+    for i in range(total - warmup):
+        ops += [("F", *at(warmup + i, True)), ("B", *at(i, False))]
+    return ops + [("B", *at(i, False)) for i in range(total - warmup, total)]
+
+
+def makespan(
+    style: str, pp: int, chunks: int, num_microbatches: int, times: StageTimes, hop: float, blocking: float = 0.0
+) -> float:
+    """Return the seconds from the first forward to the last backward.
+
+    Args:
+        style: ``1f1b``, ``interleaved`` or ``zbv``.
+        pp: Pipeline ranks.
+        chunks: Stages a rank holds.
+        num_microbatches: Microbatches of one step.
+        times: Seconds of a microbatch in each of the ``pp * chunks`` stages.
+        hop: Seconds from one stage to the next.
+        blocking: Part of a hop during which the sender and receiver cannot compute.
+    """
+    if pp == 1:
+        total = sum(times.forward) + sum(times.backward_input) + sum(times.backward_weight)
+        return num_microbatches * total
+
+    def span(count: int) -> float:
+        if style == "zbv":
+            return simulate_zbv(pp, count, times, hop, blocking)
+        orders = [
+            one_f_one_b(pp, rank, count) if style == "1f1b" else interleaved(pp, rank, chunks, count)
+            for rank in range(pp)
+        ]
+        return _simulate(orders, pp, times, hop, blocking)
+
+    # The steady state repeats: simulate enough of it and extend it by what one more round takes.
+    if num_microbatches <= 4 * pp:
+        return span(num_microbatches)
+    shorter, longer = span(2 * pp), span(3 * pp)
+    return longer + (num_microbatches - 3 * pp) * (longer - shorter) / pp
+
+
+def _simulate(orders: list[list[Op]], pp: int, times: StageTimes, hop: float, blocking: float) -> float:
+    """Run fixed orders; returns the time at which the last rank ends."""
+    last = len(times.forward) - 1
+    backward = [i + w for i, w in zip(times.backward_input, times.backward_weight, strict=True)]
+    done: dict[tuple[str, int, int], float] = {}
+    clocks = [0.0] * pp
+    positions = [0] * pp
+    lengths = [len(order) for order in orders]
+    waiting = list(range(pp))
+    stall = hop * blocking
+    wait = hop - stall
+    while waiting:
+        progressed = False
+        remaining = []
+        for rank in waiting:
+            order = orders[rank]
+            position = positions[rank]
+            clock = clocks[rank]
+            while position < lengths[rank]:
+                kind, chunk, microbatch = order[position]
+                stage = chunk * pp + rank
+                if kind == "F":
+                    ready = 0.0 if stage == 0 else done.get(("F", stage - 1, microbatch), -1.0)
+                    cost = times.forward[stage] + (stall if stage else 0.0)
+                elif stage == last:
+                    ready, cost = done.get(("F", stage, microbatch), -1.0), backward[stage]
+                else:
+                    ready = done.get(("B", stage + 1, microbatch), -1.0)
+                    cost = backward[stage] + stall
+                if ready < 0.0:
+                    break
+                if ready + wait > clock and not (kind == "F" and stage == 0) and not (kind == "B" and stage == last):
+                    clock = ready + wait
+                clock += cost
+                done[(kind, stage, microbatch)] = clock
+                position += 1
+                progressed = True
+            clocks[rank] = clock
+            positions[rank] = position
+            if position < lengths[rank]:
+                remaining.append(rank)
+        if not progressed:
+            raise ValueError("the schedule waits for itself")
+        waiting = remaining
+    return max(clocks)

@@ -1,0 +1,144 @@
+"""What a job does once its ranks have ended: queue itself again, be done, or stop."""
+
+from __future__ import annotations
+
+import logging
+import time
+from dataclasses import asdict
+from pathlib import Path
+from typing import Literal
+
+from hpjob.core.run_dir import AttemptDir, RunDir
+from hpjob.core.run_records import (
+    Failure,
+    first_failure,
+    newest_checkpoint_step,
+    read_failures,
+    read_json,
+    read_outcome,
+    write_json,
+)
+from hpjob.slurm.progress import ATTEMPTS_WITHOUT_PROGRESS, stuck
+from hpjob.slurm.query import job_state
+from hpjob.slurm.srun_log import TaskEnd, parse_srun_log
+
+Decision = Literal["requeue", "done", "stop"]
+
+logger = logging.getLogger("hpjob")
+
+
+def end_attempt(run: RunDir, attempt: AttemptDir, exit_code: int, ends: list[TaskEnd] | None = None) -> Decision:
+    """Read what the ranks left, add what only the launcher saw, decide, and note the decision in ``end.json``.
+
+    Args:
+        run: The run.
+        attempt: The attempt whose ranks have ended.
+        exit_code: Of srun, or of our own launcher.
+        ends: How ranks ended, in the order seen; None = read srun's log.
+    """
+    if ends is None:
+        ends = parse_srun_log(_read(attempt.srun_log))
+    add_lost_ranks(attempt, ends)
+    decision, reason = _decide(run, attempt, exit_code, ends)
+    failure = first_failure(read_failures(attempt))
+    write_json(
+        attempt.end,
+        {
+            "version": 1,
+            "decision": decision,
+            "reason": reason,
+            "exit_code": exit_code,
+            "checkpoint_step": newest_checkpoint_step(run),
+            "time": time.time(),
+        },
+    )
+    if failure is not None and decision == "stop":
+        logger.error(
+            "rank %d on %s failed first (%s): %s", failure.rank, failure.node, failure.kind, failure.message.strip()
+        )
+    logger.info("attempt %d: %s: %s", attempt.index, decision, reason)
+    return decision
+
+
+def add_lost_ranks(attempt: AttemptDir, ends: list[TaskEnd]) -> None:
+    """Write a failure record for each rank that ended badly and left none itself."""
+    hosts = _read(attempt.hosts).split()
+    primary = [end for end in ends if not end.after_abort] or ends[:1]
+    for end in primary:
+        ranks = end.ranks or tuple(rank for rank, host in enumerate(hosts) if host == end.node)
+        for rank in ranks:
+            _record_lost_rank(attempt, rank=rank, node=end.node, what=end.what, exited=end.exited)
+
+
+def _record_lost_rank(attempt: AttemptDir, *, rank: int, node: str, what: str, exited: bool) -> None:
+    """Write the failure record of a rank that left none."""
+    path = attempt.failure(rank)
+    if path.exists():
+        return
+    log = attempt.rank_log(rank)
+    traceback = _last_traceback(_read(log)) if exited else ""
+    last_line = traceback.splitlines()[-1] if traceback else ""
+    record = Failure(
+        rank=rank,
+        node=node,
+        # Nobody saw the moment; a rank's last line in its log was written before it.
+        time=log.stat().st_mtime if log.exists() else time.time(),
+        kind="exception" if exited else "killed",
+        exception=last_line.partition(":")[0] or None,
+        message=last_line or f"{what}: the rank left no other trace, see {log.name}",
+        traceback=traceback or None,
+    )
+    path.parent.mkdir(exist_ok=True)
+    write_json(path, asdict(record))
+
+
+def _decide(run: RunDir, attempt: AttemptDir, exit_code: int, ends: list[TaskEnd]) -> tuple[Decision, str]:
+    document = read_json(attempt.attempt_json) or {}
+    job_id = str(document.get("job_id", ""))
+    if run.finished.exists():
+        return "done", "the last step is done"
+    reason = _reason_to_go_on(attempt, exit_code, ends)
+    if reason is None:
+        return "stop", "the ranks failed" if exit_code else "the ranks ended without saying why"
+    if run.cancelled.exists():
+        return "stop", "cancelled; `hpjob resume` goes on"
+    if document.get("executor") == "slurm" and job_state(job_id).state == "CANCELLED":
+        return "stop", "the job was cancelled; `hpjob resume` goes on"
+    if stuck(run, job_id):
+        return "stop", (
+            f"{ATTEMPTS_WITHOUT_PROGRESS} attempts in a row ended without a new checkpoint (step "
+            f"{newest_checkpoint_step(run)}): the time between start and stop is too short for one; "
+            "lower checkpoint.every_steps or ask for more time"
+        )
+    return "requeue", reason
+
+
+def _reason_to_go_on(attempt: AttemptDir, exit_code: int, ends: list[TaskEnd]) -> str | None:
+    outcome = read_outcome(attempt)
+    if outcome is not None and outcome.kind == "preempted":
+        return f"saved at step {outcome.step} ({outcome.reason})"
+    first = [end for end in ends if not end.after_abort][:1] or ends[:1]
+    others = [record for record in read_failures(attempt) if record.kind in {"exception", "hang"}]
+    # A rank that is still importing has no handler yet: the signal to save ends it, which is no failure.
+    if exit_code and first and first[0].by_stop_signal and not others:
+        return f"told to stop during set-up ({first[0].what})"
+    return None
+
+
+def _read(path: Path) -> str:
+    try:
+        return path.read_text(encoding="utf-8", errors="replace")
+    except OSError:
+        return ""
+
+
+def _last_traceback(text: str) -> str:
+    """Return the last Python traceback of a log up to the line that names the exception."""
+    start = text.rfind("Traceback (most recent call last):")
+    if start < 0:
+        return ""
+    lines = text[start:].splitlines()
+    for index, line in enumerate(lines[1:], start=1):
+        if line and not line[0].isspace():
+            return "\n".join(lines[: index + 1])
+    return "\n".join(lines)

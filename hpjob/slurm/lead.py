@@ -1,0 +1,40 @@
+"""How long before its end a job has to be told to save."""
+
+from __future__ import annotations
+
+import math
+from statistics import quantiles
+
+from hpjob.core.run_dir import RunDir
+from hpjob.core.run_records import read_json_lines
+from hpjob.plan.model import Plan
+
+# Rate at which one node writes its part of a checkpoint to shared storage, until a save was measured.
+# One GiB/s is a slow parallel file system: the lead errs on the long side.
+ASSUMED_SAVE_GIB_S = 1.0
+REQUEUE_CALL_S = 60
+SAFETY_S = 60
+
+
+def expected_save_s(plan: Plan) -> float:
+    """Return how long the first save will take: the largest node's weights and optimizer states, written slowly."""
+    per_rank = max(entry.weights_gib + entry.optimizer_gib for entry in plan.memory)
+    return per_rank * plan.gpus_per_node / ASSUMED_SAVE_GIB_S
+
+
+def measured_step_s(run: RunDir) -> float | None:
+    """Return a slow step (95th percentile) of what the run has trained so far, None without enough steps."""
+    times = [float(line["step_time_s"]) for line in read_json_lines(run.metrics) if line.get("step_time_s")]
+    return quantiles(times, n=20)[-1] if len(times) >= 10 else None
+
+
+def measured_save_s(run: RunDir) -> float | None:
+    """Return the longest save that the run has seen, None before the first."""
+    events = (event for attempt in run.attempt_list() for event in read_json_lines(attempt.events))
+    saves = (event for event in events if event.get("event") == "checkpoint-saved")
+    return max((float(event["duration_s"]) for event in saves if event.get("duration_s")), default=None)
+
+
+def signal_lead_s(step_s: float, save_s: float) -> int:
+    """Return the seconds before the end at which the ranks are told: a step, a save, the requeue, and safety."""
+    return math.ceil(step_s + save_s + REQUEUE_CALL_S + SAFETY_S)

@@ -1,0 +1,178 @@
+"""The job script run by a real bash, with stand-ins for srun, scontrol and Python."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+from hpjob.slurm.model import JobSpec
+from hpjob.slurm.render import render_script
+from tests.support.slurm_sandbox import wait_for
+
+_PYTHON = """#!/bin/bash
+# Stands in for `python -m hpjob.slurm.attempt`.
+echo "$*" >>{folder}/python.calls
+if [[ $3 == begin ]]; then
+  [[ -e {folder}/begin-fails ]] && exit 4
+  mkdir -p {folder}/attempts/0000 && printf 'n2\\nn2\\nn1\\nn1\\n' >{folder}/attempts/0000/hosts
+  echo {folder}/attempts/0000
+else
+  cat {folder}/decision
+fi
+"""
+_SRUN = """#!/bin/bash
+folder={folder}
+printf '%s\\n' "$@" >{folder}/srun.arguments
+env >{folder}/srun.env
+echo "srun: error: n1: task 3: Killed" >&2
+trap 'echo USR2 >>"$folder/srun.signals"; exit 0' USR2
+trap 'echo TERM >>"$folder/srun.signals"' TERM
+touch {folder}/srun.started
+[[ -e {folder}/ranks-run ]] && while :; do sleep 0.05; done
+exit "$(<{folder}/srun.code)"
+"""
+_SCONTROL = """#!/bin/bash
+echo "$*" >>{folder}/scontrol.calls
+exit "$(<{folder}/scontrol.code)"
+"""
+
+
+@dataclass
+class Job:
+    """A job script and the stand-ins around it."""
+
+    folder: Path
+    environment: dict[str, str]
+
+    @contextmanager
+    def started(self) -> Iterator[subprocess.Popen[bytes]]:
+        """Start the script; what it leaves behind is ended, as Slurm would do."""
+        process = subprocess.Popen(
+            ["bash", self.folder / "job.sbatch"],
+            env=self.environment,
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.DEVNULL,
+            start_new_session=True,
+        )
+        yield process
+        with suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
+
+    def run(self, *, srun: int = 0, decision: str = "stop", scontrol: int = 1) -> subprocess.CompletedProcess[str]:
+        for name, text in (("srun.code", srun), ("decision", decision), ("scontrol.code", scontrol)):
+            (self.folder / name).write_text(f"{text}\n")
+        command = ["bash", self.folder / "job.sbatch"]
+        return subprocess.run(
+            command, env=self.environment, capture_output=True, text=True, timeout=60, check=False
+        )
+
+    def read(self, name: str) -> str:
+        path = self.folder / name
+        return path.read_text() if path.exists() else ""
+
+
+@pytest.fixture
+def job(tmp_path: Path) -> Iterator[Job]:
+    folder = tmp_path / "run 1"
+    programs = tmp_path / "bin"
+    for path in (folder, programs):
+        path.mkdir()
+    texts = {folder / "python": _PYTHON, programs / "srun": _SRUN, programs / "scontrol": _SCONTROL}
+    for path, text in texts.items():
+        path.write_text(text.replace("{folder}", f"'{folder}'"))
+        path.chmod(0o755)
+    spec = JobSpec(
+        job_name="run-1", run_dir=str(folder), python=str(folder / "python"), nodes=2, ranks_per_node=2, gpus_per_node=2
+    )
+    (folder / "job.sbatch").write_text(render_script(spec))
+    environment = os.environ | {
+        "PATH": f"{programs}{os.pathsep}{os.environ['PATH']}",
+        "SLURM_JOB_ID": "7",
+        "SLURM_CPUS_PER_TASK": "3",
+        "SRUN_CPUS_PER_TASK": "3",
+    }
+    yield Job(folder, environment)
+
+
+def test_ranks_are_placed_by_the_host_file(job: Job) -> None:
+    job.run()
+    arguments = job.read("srun.arguments").splitlines()
+    hosts = job.folder / "attempts" / "0000" / "hosts"
+    assert f"SLURM_HOSTFILE={hosts}" in job.read("srun.env").splitlines()
+    assert {"--nodes=2", "--ntasks=4", "--ntasks-per-node=2", "--distribution=arbitrary"} <= set(arguments)
+    assert {"--kill-on-bad-exit=1", "--gpus-per-node=2", f"--output={hosts.parent}/rank-%5t.log"} <= set(arguments)
+    assert "CPUS_PER_TASK" not in job.read("srun.env")
+
+
+def test_the_code_of_the_ranks_is_the_code_of_the_job(job: Job) -> None:
+    assert job.run(srun=9).returncode == 9
+    assert "--exit-code 9" in job.read("python.calls")
+
+
+def test_a_job_that_must_stop_is_never_a_success(job: Job) -> None:
+    assert job.run(srun=0, decision="stop").returncode == 1
+
+
+def test_done_is_a_success_whatever_srun_says(job: Job) -> None:
+    assert job.run(srun=1, decision="done").returncode == 0
+
+
+def test_a_decision_that_never_came_stops_the_job(job: Job) -> None:
+    assert job.run(srun=0, decision="").returncode == 1
+
+
+def test_what_srun_says_is_kept_and_shown(job: Job) -> None:
+    done = job.run()
+    assert job.read("attempts/0000/srun.log") == "srun: error: n1: task 3: Killed\n"
+    assert "n1: task 3: Killed" in done.stderr
+
+
+def test_a_finished_run_starts_nothing(job: Job) -> None:
+    (job.folder / "FINISHED").touch()
+    assert job.run().returncode == 0
+    assert not job.read("python.calls")
+
+
+def test_a_failed_begin_starts_no_ranks(job: Job) -> None:
+    (job.folder / "begin-fails").touch()
+    assert job.run().returncode == 4
+    assert not job.read("srun.arguments")
+
+
+def test_a_refused_requeue_fails_the_job_and_says_how_to_go_on(job: Job) -> None:
+    done = job.run(decision="requeue", scontrol=1)
+    assert job.read("scontrol.calls") == "requeue 7\n"
+    assert done.returncode == 1
+    assert "hpjob resume" in done.stderr
+
+
+def test_after_a_requeue_the_script_waits_to_be_ended(job: Job) -> None:
+    """Leaving by itself would be recorded as an ordinary end; TERM must end it at once, not after KillWait."""
+    for name, text in (("srun.code", 0), ("decision", "requeue"), ("scontrol.code", 0)):
+        (job.folder / name).write_text(f"{text}\n")
+    with job.started() as process:
+        wait_for(lambda: job.read("scontrol.calls"), "requeue asked")
+        assert process.poll() is None
+        process.send_signal(signal.SIGTERM)
+        assert process.wait(timeout=60) == -signal.SIGTERM
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2])
+def test_a_signal_to_the_shell_reaches_the_ranks_as_usr2(job: Job, number: signal.Signals) -> None:
+    """TERM would make srun kill all ranks at once."""
+    for name, text in (("decision", "stop"), ("scontrol.code", 0), ("ranks-run", "")):
+        (job.folder / name).write_text(f"{text}\n")
+    with job.started() as process:
+        wait_for((job.folder / "srun.started").exists, "srun started")
+        process.send_signal(number)
+        assert process.wait(timeout=60) == 1
+    assert job.read("srun.signals") == "USR2\n"
+    assert "--exit-code 0" in job.read("python.calls")

@@ -1,0 +1,120 @@
+"""Faults that a rank process gets before the runtime starts; each takes the rank as its argument."""
+
+from __future__ import annotations
+
+import os
+import resource
+import signal
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+Fault = Callable[[int], None]
+
+
+def before_step(action: Callable[[], None], *, rank: int, step: int) -> Fault:
+    """Call ``action`` when a rank is about to do a step."""
+    return partial(_before_step, action, rank, step)
+
+
+def kill_in_save(moment: str, *, rank: int, step: int) -> Fault:
+    """SIGKILL a rank at one moment of saving a step; ``half written`` to ``old one renamed``."""
+    return partial(_kill_in_save, moment, rank, step)
+
+
+def fail_save(step: int, *, rank: int) -> Fault:
+    """Let a rank's writes beyond a few kilobytes fail while a step is saved, as on a full disk."""
+    return partial(_fail_save, step, rank)
+
+
+def kill_self() -> None:
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def raise_error() -> None:
+    raise ValueError("a made-up fault")
+
+
+def terminate_self() -> None:
+    os.kill(os.getpid(), signal.SIGTERM)
+
+
+def _before_step(action: Callable[[], None], wanted_rank: int, wanted_step: int, rank: int) -> None:
+    from hpjob.runtime.engine import Engine
+
+    original = Engine.train_step
+
+    def train_step(self: Engine, batch: Any, step: int) -> Any:
+        if (rank, step) == (wanted_rank, wanted_step):
+            action()
+        return original(self, batch, step)
+
+    Engine.train_step = train_step  # type: ignore[method-assign]
+
+
+def _fail_save(wanted_step: int, wanted_rank: int, rank: int) -> None:
+    from hpjob.runtime import loop
+
+    original = loop.save_checkpoint
+
+    def save_checkpoint(folder: Any, engine: Any, position: Any, *rest: Any) -> Any:
+        if (rank, position.step) != (wanted_rank, wanted_step):
+            return original(folder, engine, position, *rest)
+        soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+        signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+        resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, hard))
+        try:
+            return original(folder, engine, position, *rest)
+        finally:
+            resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+
+    loop.save_checkpoint = save_checkpoint
+
+
+def _kill_in_save(moment: str, wanted_rank: int, wanted_step: int, rank: int) -> None:
+    from hpjob.runtime.checkpoint import folder as folder_module
+    from hpjob.runtime.checkpoint import save as save_module
+
+    if rank != wanted_rank:
+        return
+    name = f"step-{wanted_step:08d}"
+
+    def killing(module: Any, attribute: str, matches: Callable[..., bool], *, after: bool = False) -> None:
+        original = getattr(module, attribute)
+
+        def replacement(*args: Any, **kwargs: Any) -> Any:
+            hit = matches(*args)
+            if hit and not after:
+                kill_self()
+            result = original(*args, **kwargs)
+            if hit:
+                kill_self()
+            return result
+
+        setattr(module, attribute, replacement)
+
+    def in_partial(path: Any, *_: Any) -> bool:
+        return f"{name}.partial" in str(path)
+
+    sync, rmtree = (folder_module, "sync_folder"), (folder_module.shutil, "rmtree")
+    moments: dict[str, Callable[[], None]] = {
+        "half written": lambda: _kill_when_shard_is_half_written(save_module, name),
+        "written": lambda: killing(save_module, "describe_file", in_partial),
+        "manifest written": lambda: killing(*sync, in_partial),
+        "before rename": lambda: killing(*sync, lambda path: path.name == f"{name}.partial", after=True),
+        "after rename": lambda: killing(*sync, lambda path: (path / name).exists()),
+        "old one renamed": lambda: killing(*rmtree, lambda path, *_: path.suffix == ".trash" and path.exists()),
+    }
+    moments[moment]()
+
+
+def _kill_when_shard_is_half_written(save_module: Any, name: str) -> None:
+    class HalfWriter(save_module._Writer):  # type: ignore[misc, name-defined]
+        def write_data(self, plan: Any, planner: Any) -> Any:
+            if name in str(self.path):
+                Path(self.path, f"__{os.environ['HPJOB_RANK']}_0.distcp").write_bytes(b"\0" * 1000)
+                kill_self()
+            return super().write_data(plan, planner)
+
+    save_module._Writer = HalfWriter
