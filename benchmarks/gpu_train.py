@@ -29,6 +29,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 HPJOB = {
     "hpjob": "",
     "hpjob, two microbatches": "num_microbatches=2",
+    "hpjob, separate projections": "HPJOB_JOIN=0",
     "hpjob, not compiled": "enable_jit_fused=false",
 }
 TOKENS = 16384
@@ -116,6 +117,7 @@ def _case(extra: str, options: argparse.Namespace) -> Any:
     from benchmarks.workload import LLAMA_7B, work_case
 
     words = dict(pair.split("=") for pair in extra.split())
+    os.environ["HPJOB_JOIN"] = words.pop("HPJOB_JOIN", "1")
     microbatches = int(words.pop("num_microbatches", 1))
     settings = {
         "num_hidden_layers": options.layers,
