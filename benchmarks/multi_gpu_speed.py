@@ -12,11 +12,11 @@ from benchmarks.measure import measure_layout
 from benchmarks.workload import LLAMA_7B, PEAK_TFLOPS, TINY, flops_per_token, work_case
 from hpjob.core.errors import HpjobError
 from hpjob.plan.hardware import Hardware, hardware_of
-from hpjob.plan.layout import Layout
+from hpjob.plan.legality import layout_of
 from hpjob.plan.memory import worst_total_gib
 from hpjob.plan.model import Plan
 from hpjob.plan.shape import shape_of
-from hpjob.plan.step_time import step_time
+from hpjob.plan.step_time import StepModel
 from hpjob.runtime.parity.case import Case
 from hpjob.runtime.process_pool import ProcessPool, WorkerError
 from hpjob.runtime.support import unsupported
@@ -108,35 +108,13 @@ def _prediction(case: Case, step_s: float) -> dict[str, Any]:
     """Return what the planner says of this layout on this kind of machine."""
     shape = shape_of(case.recipe.model)
     hardware: Hardware = hardware_of(load_machine("hgx-h200"), max(2, case.world))
-    layout = planner_layout(case.plan)
-    time_ = step_time(shape, layout, hardware)
+    layout = layout_of(case.plan)
+    time_ = StepModel(shape, hardware).step(layout)
     return {
         "predicted_s": time_.step,
         "predicted_error": time_.step / step_s - 1,
         "predicted_gib": worst_total_gib(shape, layout),
     }
-
-
-def planner_layout(plan: Plan) -> Layout:
-    """Return a plan as the planner's cost models take it."""
-    degrees, pipeline = plan.degrees, plan.pipeline
-    return Layout(
-        tp=degrees.tp,
-        pp=degrees.pp,
-        dp=degrees.dp,
-        sp=degrees.sp,
-        ep=degrees.ep,
-        num_microbatches=pipeline.num_microbatches,
-        microbatch=pipeline.microbatch_size,
-        seq=plan.seq_length,
-        sequence_mode=plan.sequence_parallelism_mode,
-        zero=plan.zero_stage,
-        style=pipeline.style,
-        chunks=pipeline.num_model_chunks,
-        recompute=plan.recompute,
-        every_kth=plan.recompute_every_kth_layer,
-        precision=plan.precision,
-    )
 
 
 def _bound(plan: Plan) -> dict[str, float]:
