@@ -66,7 +66,7 @@ def _case(text: str, seq: int, options: argparse.Namespace, tokens_per_gpu: int 
     tokens = tokens_per_gpu or options.tokens_per_gpu
     if degrees.pp > 1:
         # Enough microbatches to fill the pipeline; the base gets as many tokens.
-        wanted = _PIPELINE_MICROBATCHES if seq < _LONG else 4
+        wanted = _PIPELINE_MICROBATCHES if seq < _LONG else 2
         tokens = max(tokens, wanted * seq * degrees.dp // world)
     sequences = tokens * world // seq // degrees.dp
     size = max(_MICROBATCH_TOKENS, seq) * degrees.tp * degrees.sp // seq
