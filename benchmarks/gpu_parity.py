@@ -7,11 +7,13 @@ from typing import Any
 
 from benchmarks.layouts import expert_parallel, single_axis
 from hpjob.core.errors import HpjobError
-from hpjob.runtime.parity.case import Case, parse_case
+from hpjob.runtime.model.families import family_of
+from hpjob.runtime.parity.case import parse_case
 from hpjob.runtime.parity.compare import Outcome, assemble, compare_case
 from hpjob.runtime.parity.reference import Trajectory
 from hpjob.runtime.parity.worker import RankRecord, train_case
 from hpjob.runtime.process_pool import ProcessPool
+from hpjob.runtime.support import refuse_unsupported
 
 _BATCH = 8
 _MOE = "num_experts=4 num_experts_per_tok=2"
@@ -29,6 +31,7 @@ def parity(
             settings = f"precision={precision} num_key_value_heads=8 {_MOE if model_type == 'mixtral' else ''} {extra}"
             record: dict[str, Any] = {"layout": name, "precision": precision}
             try:
+                _refuse(f"{layout} {settings}", gpus, steps, model_type)
                 if model_type not in references:
                     references[model_type] = _on_one_gpu(pool, settings, steps, model_type)
                 outcome = _against(pool, references[model_type], f"{layout} {settings}", gpus, steps, model_type)
@@ -52,7 +55,14 @@ def _trajectory(records: list[RankRecord]) -> Trajectory:
 
 
 def _against(pool: ProcessPool, reference: Trajectory, text: str, gpus: int, steps: int, model_type: str) -> Outcome:
-    probe: Case = parse_case(f"{text} num_microbatches=1", world=gpus, steps=steps, model_type=model_type)
+    probe = parse_case(f"{text} num_microbatches=1", world=gpus, steps=steps, model_type=model_type)
     microbatches = _BATCH // probe.plan.degrees.dp
     case = parse_case(f"{text} num_microbatches={microbatches}", world=gpus, steps=steps, model_type=model_type)
     return compare_case(pool, case, reference, steps, None)
+
+
+def _refuse(text: str, gpus: int, steps: int, model_type: str) -> None:
+    """Raise what the runtime has against a layout, before anything runs."""
+    family_of(model_type)
+    case = parse_case(f"{text} num_microbatches=1", world=gpus, steps=steps, model_type=model_type)
+    refuse_unsupported(case.plan, case.recipe)

@@ -29,7 +29,6 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 HPJOB = {
     "hpjob": "",
     "hpjob, two microbatches": "num_microbatches=2",
-    "hpjob, separate projections": "HPJOB_JOIN=0",
     "hpjob, not compiled": "enable_jit_fused=false",
 }
 TOKENS = 16384
@@ -117,7 +116,6 @@ def _case(extra: str, options: argparse.Namespace) -> Any:
     from benchmarks.workload import LLAMA_7B, work_case
 
     words = dict(pair.split("=") for pair in extra.split())
-    os.environ["HPJOB_JOIN"] = words.pop("HPJOB_JOIN", "1")
     microbatches = int(words.pop("num_microbatches", 1))
     settings = {
         "num_hidden_layers": options.layers,

@@ -58,7 +58,10 @@ def _measure(options: argparse.Namespace) -> Iterator[tuple[str, dict[str, Any]]
     cuda = options.device == "cuda"
     if "facts" in options.parts:
         yield "facts", _facts(cuda)
-    with ThreadPoolExecutor(2) as checks, ProcessPool(options.gpus, backend="nccl" if cuda else "gloo") as pool:
+    with (
+        ThreadPoolExecutor(2) as checks,
+        ProcessPool(options.gpus, backend="nccl" if cuda else "gloo", timeout_s=options.patience_s) as pool,
+    ):
         pending = _start_runs(checks) if "runs" in options.parts else []
         if "parity" in options.parts:
             extra = "enable_jit_fused=false" if not options.compile_parity else ""
@@ -118,6 +121,7 @@ def _options(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--parity-steps", type=int, default=10, help="steps of a parity case (default: %(default)s)")
     parser.add_argument("--compile-parity", action="store_true", help="parity with compiled layers")
     parser.add_argument("--budget-s", type=float, default=1e9, help="start no measurement after this many seconds")
+    parser.add_argument("--patience-s", type=float, default=120.0, help="longest time of one layout")
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda", help="nccl or gloo")
     parser.add_argument("--tiny", action="store_true", help="a toy shape in place of the 7B one")
     parser.add_argument("--out", type=Path, default=Path("multi_gpu.json"), help="file of the results")

@@ -2,24 +2,21 @@
 
 from __future__ import annotations
 
-import signal
 import time
 from pathlib import Path
 from typing import Any
 
-from tests.support.run_folder import Attempt, Run, small_recipe, write_tokens
+from benchmarks.local_run import LocalRun
+from hpjob.plan.model import ParallelDegrees
 
-_MESHES: tuple[dict[str, int], ...] = ({"tp": 2}, {"pp": 2}, {"dp": 2}, {})
+_MESHES = {
+    "tp2": ParallelDegrees(tp=2),
+    "pp2": ParallelDegrees(pp=2),
+    "dp2": ParallelDegrees(dp=2),
+    "one GPU": ParallelDegrees(),
+}
 _STEPS, _SAVED = 12, 6
-
-
-class OneHostRun(Run):
-    """All ranks on one node, each with a GPU of its own."""
-
-    def _begin(self, tp: int, pp: int, dp: int) -> Attempt:
-        attempt = super()._begin(tp, pp, dp)
-        attempt.dir.hosts.write_text("local-0\n" * (tp * pp * dp))
-        return attempt
+_PATIENCE_S = 60.0
 
 
 def checkpoint_across_meshes(folder: Path) -> list[dict[str, Any]]:
@@ -28,34 +25,29 @@ def checkpoint_across_meshes(folder: Path) -> list[dict[str, Any]]:
     Returns:
         For every mesh the largest relative difference of its losses after the saved step.
     """
-    recipe = small_recipe(
-        write_tokens(folder / "data"),
-        training=dict(steps=_STEPS),
-        checkpoint=dict(every_steps=_SAVED),
-        parallel=dict(zero_stage=3, enable_jit_fused=False),
-    )
-    run = OneHostRun.create(folder / "run", recipe)
-    results = []
+    run = LocalRun.create(folder, steps=_STEPS, save_every=_SAVED, zero_stage=3)
+    results: list[dict[str, Any]] = []
     expected: dict[int, float] = {}
-    for mesh in _MESHES:
+    for name, degrees in _MESHES.items():
         if expected:
             _go_back(run)
-        attempt = run.start(**mesh)
-        codes = attempt.wait()
-        losses = dict(run.losses())
-        name = " ".join(f"{axis}{size}" for axis, size in mesh.items()) or "one GPU"
-        if codes != [0] * len(codes) or len(losses) != _STEPS:
-            results.append({"mesh": name, "ok": False, "reason": f"exit codes {codes}: {attempt.log()[-1500:]}"})
+        attempt = run.start(degrees)
+        codes = attempt.wait(_PATIENCE_S)
+        losses = run.losses()
+        if any(codes) or None in codes or len(losses) != _STEPS:
+            log = attempt.dir.rank_log(0).read_text()[-1500:]
+            results.append({"mesh": name, "ok": False, "reason": f"exit codes {codes}: {log}"})
             continue
-        resumed = [event for event in attempt.events() if event["event"] == "resumed"]
+        resumed = attempt.events("resumed")
+        is_first = not expected
         expected = expected or losses
-        difference = max(abs(losses[s] - loss) / abs(loss) for s, loss in expected.items())
+        difference = max(abs(losses[step] - loss) / abs(loss) for step, loss in expected.items())
         results.append(
             {
                 "mesh": name,
                 "resumed_from": resumed[0]["saved_by_plan"] if resumed else None,
                 "loss_rel": difference,
-                "ok": difference < 1e-5 and bool(resumed) == (len(results) > 0),
+                "ok": difference < 1e-5 and bool(resumed) != is_first,
             }
         )
     return results
@@ -63,23 +55,30 @@ def checkpoint_across_meshes(folder: Path) -> list[dict[str, Any]]:
 
 def kill_one_rank(folder: Path) -> dict[str, Any]:
     """Kill rank 1 of 2 in the middle of training; return how long rank 0 took to end, and why it says it did."""
-    recipe = small_recipe(
-        write_tokens(folder / "data"), training=dict(steps=1_000_000), parallel=dict(enable_jit_fused=False)
-    )
-    attempt = OneHostRun.create(folder / "run", recipe).start(dp=2)
-    try:
-        attempt.wait_for_step(3)
-        killed = time.monotonic()
-        attempt.signal(signal.SIGKILL, rank=1)
-        code = attempt.ranks[0].wait(timeout=90)
-        seconds = time.monotonic() - killed
-    finally:
-        attempt.kill()
-    reasons = {rank: f"{failure['kind']}: {failure['message'][:200]}" for rank, failure in attempt.failures().items()}
-    return {"seconds": seconds, "exit_code": code, "failures": reasons, "ok": seconds < 30 and code != 0}
+    run = LocalRun.create(folder, steps=1_000_000, save_every=1_000_000, zero_stage=1)
+    attempt = run.start(ParallelDegrees(dp=2))
+    deadline = time.monotonic() + _PATIENCE_S
+    while len(run.losses()) < 3 and time.monotonic() < deadline and attempt.ranks[0].poll() is None:
+        time.sleep(0.05)
+    steps = len(run.losses())
+    attempt.ranks[1].kill()
+    killed = time.monotonic()
+    while attempt.ranks[0].poll() is None and time.monotonic() < killed + _PATIENCE_S:
+        time.sleep(0.05)
+    seconds = time.monotonic() - killed
+    code = attempt.ranks[0].poll()
+    attempt.kill()
+    return {
+        "steps": steps,
+        "seconds": seconds,
+        "exit_code": code,
+        "failures": attempt.failures(),
+        "ok": steps >= 3 and bool(code) and seconds < 30,
+        "reason": "" if steps >= 3 else attempt.dir.rank_log(0).read_text()[-1500:],
+    }
 
 
-def _go_back(run: Run) -> None:
+def _go_back(run: LocalRun) -> None:
     """Make the run look as if it had ended at the saved step."""
     run.dir.finished.unlink()
     newest = run.dir.checkpoint(_STEPS)

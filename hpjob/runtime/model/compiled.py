@@ -6,13 +6,11 @@ layers of a stage. Sizes are static, because kernels for any size are slower; a 
 
 from __future__ import annotations
 
-import os
 from typing import Any
 
 import torch
 
 from hpjob.recipe.model import Recipe
-from hpjob.runtime.model.joined_projections import join_projections
 from hpjob.runtime.model.stage import DecoderStage
 
 
@@ -24,9 +22,6 @@ def wants_compile(recipe: Recipe, device: torch.device) -> bool:
 
 def compile_stage(stage: DecoderStage) -> None:
     """Compile the decoder layers, the last norm and the loss of a stage, in place and without graph breaks."""
-    if os.environ.get("HPJOB_JOIN", "1") == "1":
-        for layer in stage.decoder_layers:
-            join_projections(layer)
     modules: list[Any] = [*stage.decoder_layers]
     if stage.part.is_last:
         modules.append(stage.model.norm)

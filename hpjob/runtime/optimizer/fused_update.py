@@ -72,7 +72,8 @@ def _compiled(beta1: float, beta2: float, eps: float) -> Callable[..., None]:
 
 
 def _flat(tensor: Tensor) -> Tensor:
-    return tensor.detach().view(-1)
+    # ``data``: a tensor that autograd knows as a view of a larger one would be compiled for that very view.
+    return tensor.detach().view(-1).data
 
 
 def _scalar(value: float, like: Tensor) -> Tensor:
