@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 from typing import Any
 from unittest import mock
 
@@ -315,6 +316,7 @@ def test_experts_on_the_meta_device(pool: GlooPool) -> None:
 def shapes_under_fake_group(group: dist.ProcessGroup) -> list[Any]:
     """A block whose group only pretends to communicate, as when one rank of a plan is rehearsed."""
     block = build_block("qwen3_moe")
+    importlib.import_module("torch.testing._internal.distributed.fake_pg")  # registers the backend
     pairs = [dist.new_group(ranks, backend="fake") for ranks in ([0, 1], [2, 3])]
     replace_experts(block, pairs[dist.get_rank(group) // 2])
     tokens, grad_out = inputs(0, "spread")
