@@ -198,8 +198,4 @@ class Engine:
 def _tied_group(schedule: Schedule, mesh: Mesh) -> dist.ProcessGroup | None:
     """Return the group of first and last stage, which hold the two copies of a tied embedding."""
     first, last = schedule.stage_rank[0], schedule.stage_rank[-1]
-    if first == last or mesh.coordinate(Axis.PP) not in (first, last):
-        return None
-    ranks = mesh.ranks(Axis.PP)
-    group: dist.ProcessGroup = dist.new_group([ranks[first], ranks[last]], use_local_synchronization=True)
-    return group
+    return None if first == last else mesh.new_pipeline_group((first, last))

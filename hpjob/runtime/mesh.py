@@ -60,6 +60,25 @@ class Mesh:
         """Return the global ranks along an axis that share this rank's other coordinates."""
         return dist.get_process_group_ranks(self.group(axis))
 
+    def new_pipeline_group(self, members: Sequence[int]) -> dist.ProcessGroup | None:
+        """Make one more group in every pipeline; a collective call of all ranks of the world.
+
+        Args:
+            members: Positions on the pp axis.
+
+        Returns:
+            The group of this rank's pipeline, or None where this rank is not in it.
+        """
+        stride = self.world_size // self.degrees.pp
+        mine = None
+        # Names of groups that only their members make depend on how many each has made before: unsafe here.
+        for row in range(stride):
+            ranks = [position * stride + row for position in members]
+            group = dist.new_group(ranks)
+            if self.rank in ranks:
+                mine = group
+        return mine
+
     @property
     def tp_mesh(self) -> DeviceMesh:
         """The tensor-parallel axis as parameters see it."""
