@@ -5,6 +5,7 @@ from __future__ import annotations
 from hpjob.core.errors import UserInputError
 from hpjob.plan.model import Plan
 from hpjob.recipe.model import Recipe
+from hpjob.runtime.parallel.region import chunk_bounds
 
 
 def unsupported(plan: Plan, recipe: Recipe) -> list[str]:
@@ -53,8 +54,8 @@ def _unsupported_shapes(plan: Plan, recipe: Recipe) -> list[str]:
         )
     if shape.intermediate_size % tp:
         reasons.append(f"intermediate_size {shape.intermediate_size} does not divide by tp {tp}")
-    if shape.vocab_size < tp:
-        reasons.append(f"vocab_size {shape.vocab_size} is smaller than tp {tp}")
+    if chunk_bounds(shape.vocab_size, tp, tp - 1)[0] == shape.vocab_size:
+        reasons.append(f"vocab_size {shape.vocab_size} leaves a rank of tp {tp} without tokens")
     expected = plan.degrees.dp * plan.pipeline.num_microbatches * plan.pipeline.microbatch_size
     if plan.global_batch_size != expected:
         reasons.append(

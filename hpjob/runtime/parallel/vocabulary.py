@@ -1,7 +1,7 @@
 """Embedding, head and cross entropy with the vocabulary cut over the tensor-parallel group.
 
-Any vocabulary size works: chunks are those of ``torch.chunk``, so a rank may hold a short or an
-empty one.
+Chunks are those of ``torch.chunk``: the vocabulary need not divide by the group's size, the last rank
+then holds a shorter chunk.
 """
 
 from __future__ import annotations
@@ -38,10 +38,7 @@ class VocabularyParallelEmbedding(nn.Module):
         if self.group.size() == 1:
             return F.embedding(input_ids, weight)
         elsewhere = (input_ids < self.begin) | (input_ids >= self.end)
-        if self.begin == self.end:
-            found = weight.new_zeros(*input_ids.shape, weight.shape[1]) + weight.sum()
-        else:
-            found = F.embedding((input_ids - self.begin).masked_fill(elsewhere, 0), weight)
+        found = F.embedding((input_ids - self.begin).masked_fill(elsewhere, 0), weight)
         return reduce_from_group(found.masked_fill(elsewhere.unsqueeze(-1), 0.0), self.group)
 
 
@@ -51,14 +48,13 @@ class _CrossEntropy(Function):
     @staticmethod
     def forward(ctx: Any, logits: Tensor, labels: Tensor, begin: int, group: dist.ProcessGroup) -> Tensor:
         values = logits.float()
-        size = values.shape[1]
-        top = values.amax(1) if size else values.new_full((len(values),), -torch.inf)
+        top = values.amax(1)
         dist.all_reduce(top, op=dist.ReduceOp.MAX, group=group)
         exponentials = (values - top.unsqueeze(1)).exp_()
         local = labels - begin
-        here = (local >= 0) & (local < size)
+        here = (local >= 0) & (local < values.shape[1])
         index = local.masked_fill(~here, 0).unsqueeze(1)
-        picked = values.gather(1, index).squeeze(1) - top if size else torch.zeros_like(top)
+        picked = values.gather(1, index).squeeze(1) - top
         sums = all_reduce(torch.stack([exponentials.sum(1), picked.masked_fill(~here, 0.0)]), group)
         valid = labels != IGNORED_LABEL
         ctx.save_for_backward(exponentials.div_(sums[0].unsqueeze(1)), index, here, valid)
@@ -70,8 +66,7 @@ class _CrossEntropy(Function):
         probabilities, index, here, valid = ctx.saved_tensors
         scale = gradient.masked_fill(~valid, 0.0).unsqueeze(1)
         out = probabilities * scale
-        if out.shape[1]:
-            out.scatter_add_(1, index, -scale * here.unsqueeze(1))
+        out.scatter_add_(1, index, -scale * here.unsqueeze(1))
         return out.to(ctx.dtype), None, None, None
 
 

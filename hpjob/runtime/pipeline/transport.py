@@ -41,6 +41,7 @@ class Transport:
         self._unposted: dict[Channel, Iterator[Message]] = {}
         self._incoming: dict[Action, tuple[Tensor, dist.Work]] = {}
         self._outgoing: list[tuple[Tensor, dist.Work]] = []
+        self._connect()
 
     def begin_step(self) -> None:
         """Forget the last step's messages."""
@@ -78,6 +79,21 @@ class Transport:
         work = _present(dist.isend(tensor, self._ranks[message.destination], group=group))
         self._outgoing = [(kept, pending) for kept, pending in self._outgoing if not pending.is_completed()]
         self._outgoing.append((tensor, work))
+
+    def _connect(self) -> None:
+        """Send one element over every channel, in one order on all ranks.
+
+        NCCL makes the communicator of a pair with its first message and blocks both hosts until then;
+        within a step, where receives are posted ahead, that could be for ever.
+        """
+        device, ranks = self._device, self._ranks
+        for source, destination, kind in sorted(self._channels):
+            group = self._groups[_direction((source, destination, kind))]
+            element = torch.zeros(1, device=device)
+            if source == self._rank:
+                dist.send(element, ranks[destination], group=group)
+            else:
+                dist.recv(element, ranks[source], group=group)
 
     def end_step(self) -> None:
         """Wait until everything sent has left."""
