@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from hpjob.core.errors import UserInputError
-from hpjob.plan.model import Plan
+from hpjob.plan.model import Pipeline, Plan
 from hpjob.recipe.model import Recipe
 from hpjob.runtime.parallel.region import chunk_bounds
+from hpjob.runtime.pipeline.schedule import SCHEDULES
 
 
 def unsupported(plan: Plan, recipe: Recipe) -> list[str]:
@@ -35,10 +36,20 @@ def _unsupported_switches(plan: Plan) -> list[str]:
         reasons.append("precision fp16 is not supported, use bf16 or fp32")
     if plan.cpu_offload:
         reasons.append("cpu_offload is not supported")
-    if degrees.pp > 1 and plan.pipeline.style != "1f1b":
-        reasons.append(f"pipeline style {plan.pipeline.style} is not supported, use 1f1b")
-    if plan.pipeline.num_model_chunks > 1:
-        reasons.append("more than one model chunk per pipeline rank is not supported")
+    return [*reasons, *_unsupported_pipeline(plan.pipeline, degrees.pp)]
+
+
+def _unsupported_pipeline(pipeline: Pipeline, pp: int) -> list[str]:
+    style, chunks = pipeline.style, pipeline.num_model_chunks
+    if pp == 1:
+        return ["more than one model chunk needs pp of at least 2"] if chunks > 1 else []
+    if style not in SCHEDULES:
+        return [f"pipeline style {style} is not supported, use {' or '.join(SCHEDULES)}"]
+    if style == "1f1b":
+        return [f"1f1b has one model chunk per pipeline rank, not {chunks}"] if chunks > 1 else []
+    reasons = [] if chunks > 1 else [f"{style} needs at least two model chunks per pipeline rank"]
+    if pipeline.num_microbatches % pp:
+        reasons.append(f"{style} needs microbatches ({pipeline.num_microbatches}) in multiples of pp {pp}")
     return reasons
 
 

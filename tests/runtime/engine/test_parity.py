@@ -39,6 +39,8 @@ def test_layouts_equal_one_process(parity: Callable[..., Outcome], layout: str, 
         "tp_size=2 pp_size=2 dp_size=2 tie_word_embeddings=true zero_stage=1",
         "pp_size=2 layers_per_stage=3,1 microbatch_size=2",
         "pp_size=4 num_microbatches=2",
+        "pp_size=2 dp_size=2 pp_style=interleaved num_model_chunks=2 zero_stage=1",
+        "pp_size=2 pp_style=interleaved num_model_chunks=2 layers_per_stage=1,1,1,1 tie_word_embeddings=true",
         "tp_size=2 recompute=selective max_norm=0.1",
     ],
 )

@@ -9,9 +9,10 @@ from hpjob.plan.model import Pipeline
 from hpjob.runtime.pipeline.schedule import Action, Kind, Schedule, build_schedule, channels, validate
 
 
-def pipeline(num_microbatches: int, stages: int, style: str = "1f1b") -> Pipeline:
+def pipeline(num_microbatches: int, stages: int, style: str = "1f1b", chunks: int = 1) -> Pipeline:
     return Pipeline(
         style=style,  # type: ignore[arg-type]
+        num_model_chunks=chunks,
         num_microbatches=num_microbatches,
         microbatch_size=1,
         layers_per_stage=(1,) * stages,
@@ -39,6 +40,22 @@ def test_1f1b_is_valid_and_holds_as_few_microbatches_as_it_can(pp_size: int, num
     validate(schedule)
     for rank, table in enumerate(schedule.actions):
         assert most_in_flight(table) == min(pp_size - rank, num_microbatches)
+
+
+@pytest.mark.parametrize(("pp_size", "chunks", "rounds"), [(2, 2, 1), (2, 3, 2), (4, 2, 2), (3, 4, 3)])
+def test_interleaved(pp_size: int, chunks: int, rounds: int) -> None:
+    count = pp_size * rounds
+    schedule = build_schedule(pipeline(count, pp_size * chunks, "interleaved", chunks), pp_size)
+    validate(schedule)
+    assert schedule.stages_of(1) == [1 + chunk * pp_size for chunk in range(chunks)]
+    for rank, table in enumerate(schedule.actions):
+        warm_up = 2 * (pp_size - 1 - rank) + (chunks - 1) * pp_size
+        assert most_in_flight(table) == min(warm_up + 1, count * chunks)
+
+
+def test_interleaved_needs_whole_rounds() -> None:
+    with pytest.raises(UserInputError, match="3 microbatches and pp 2"):
+        build_schedule(pipeline(3, 4, "interleaved", 2), 2)
 
 
 def test_without_pipeline_every_backward_follows_its_forward() -> None:

@@ -20,6 +20,10 @@ from hpjob.runtime.support import refuse_unsupported, unsupported
         ("precision=fp16", "fp16 is not supported"),
         ("cpu_offload=true", "cpu_offload is not supported"),
         ("ep_size=2", "expert parallelism is not supported"),
+        ("pp_size=2 pp_style=zbv num_model_chunks=2", "pipeline style zbv is not supported, use 1f1b or interleaved"),
+        ("pp_size=2 num_model_chunks=2", "1f1b has one model chunk per pipeline rank, not 2"),
+        ("pp_size=2 pp_style=interleaved", "interleaved needs at least two model chunks"),
+        ("pp_size=2 pp_style=interleaved num_model_chunks=2 num_microbatches=3", "multiples of pp 2"),
     ],
 )
 def test_each_reason_is_a_sentence(text: str, sentence: str) -> None:
