@@ -14,7 +14,7 @@ class RuntimeCapabilities:
     """What the runtime can execute."""
 
     schedules: tuple[str, ...] = ("1f1b", "interleaved")
-    sequence_modes: tuple[str, ...] = ()
+    sequence_modes: tuple[str, ...] = ("split_gather",)
     zero_stages: tuple[int, ...] = (0, 1, 2, 3)
     recompute: tuple[str, ...] = ("none", "selective", "full")
     max_ep: int = 1

@@ -21,6 +21,7 @@ from hpjob.runtime.optimizer.adamw import AdamW, copy_local
 from hpjob.runtime.optimizer.gradients import clip, local_squared_norm, sum_gradients
 from hpjob.runtime.optimizer.schedule import learning_rate
 from hpjob.runtime.parallel.data import COMPUTE_DTYPE, GradientSync, shard_stage
+from hpjob.runtime.parallel.tensor_region import TensorRegion
 from hpjob.runtime.parallel.vocabulary import IGNORED_LABEL
 from hpjob.runtime.pipeline.executor import Microbatch, PipelineExecutor
 from hpjob.runtime.pipeline.schedule import Schedule, build_schedule
@@ -153,7 +154,8 @@ class Engine:
     def _build_stage(self, number: int) -> tuple[DecoderStage, GradientSync]:
         plan, recipe, mesh = self._plan, self._recipe, self._mesh
         part = stage_parts(plan.pipeline.layers_per_stage)[number]
-        stage = DecoderStage(family_of(recipe.model.model_type), recipe.model, part, plan, mesh.tp_mesh)
+        region = TensorRegion(mesh=mesh.tp_mesh, splits_sequence=plan.sequence_parallelism_mode == "split_gather")
+        stage = DecoderStage(family_of(recipe.model.model_type), recipe.model, part, plan, region)
         cuts = plan_cuts(stage, mesh)
         shard_stage(stage, plan, mesh)
         self.parameters += materialise(stage, cuts, mesh, self._device, seed=recipe.training.seed)
@@ -162,7 +164,8 @@ class Engine:
 
     def _transport(self) -> Transport:
         plan = self._plan
-        shape = (plan.pipeline.microbatch_size, plan.seq_length, self._recipe.model.hidden_size)
+        length = plan.seq_length // (plan.degrees.tp if plan.sequence_parallelism_mode else 1)
+        shape = (plan.pipeline.microbatch_size, length, self._recipe.model.hidden_size)
         return Transport(
             self._schedule, self._mesh, shape=shape, dtype=COMPUTE_DTYPE[plan.precision], device=self._device
         )

@@ -153,7 +153,7 @@ def _serve(connection: Connection) -> None:
     while True:
         try:
             rank, job, call = connection.recv()
-        except EOFError:
+        except (EOFError, ConnectionResetError):
             return
         try:
             answer = (True, _run(rank, job, call))

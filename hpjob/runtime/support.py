@@ -28,8 +28,7 @@ def refuse_unsupported(plan: Plan, recipe: Recipe) -> None:
 def _unsupported_switches(plan: Plan) -> list[str]:
     degrees = plan.degrees
     reasons = []
-    if degrees.sp > 1 or plan.sequence_parallelism_mode:
-        reasons.append(f"sequence parallelism ({plan.sequence_parallelism_mode or 'sp > 1'}) is not supported")
+    reasons += _unsupported_sequence(plan)
     if degrees.ep > 1:
         reasons.append("expert parallelism is not supported")
     if plan.precision == "fp16":
@@ -37,6 +36,20 @@ def _unsupported_switches(plan: Plan) -> list[str]:
     if plan.cpu_offload:
         reasons.append("cpu_offload is not supported")
     return [*reasons, *_unsupported_pipeline(plan.pipeline, degrees.pp)]
+
+
+def _unsupported_sequence(plan: Plan) -> list[str]:
+    mode, degrees = plan.sequence_parallelism_mode, plan.degrees
+    if mode not in (None, "split_gather"):
+        return [f"sequence parallelism {mode} is not supported, use split_gather"]
+    if degrees.sp > 1:
+        return [f"sp {degrees.sp} is not supported: split_gather shares the tp group"]
+    if mode is None:
+        return []
+    if degrees.tp == 1:
+        return ["split_gather needs tp of at least 2"]
+    uneven = plan.seq_length % degrees.tp
+    return [f"seq_length {plan.seq_length} does not divide by tp {degrees.tp} (split_gather)"] if uneven else []
 
 
 def _unsupported_pipeline(pipeline: Pipeline, pp: int) -> list[str]:

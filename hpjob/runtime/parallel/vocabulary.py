@@ -13,11 +13,11 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.autograd import Function
-from torch.distributed.device_mesh import DeviceMesh
 
-from hpjob.runtime.parallel.collectives import all_reduce, reduce_from_group
+from hpjob.runtime.parallel.collectives import all_reduce
 from hpjob.runtime.parallel.linear import cut_parameter, local_tensor
 from hpjob.runtime.parallel.region import chunk_bounds
+from hpjob.runtime.parallel.tensor_region import TensorRegion
 
 IGNORED_LABEL = -100
 """Label of a position that has no target; torch's and transformers' convention."""
@@ -26,20 +26,20 @@ IGNORED_LABEL = -100
 class VocabularyParallelEmbedding(nn.Module):
     """Token embedding; each rank looks up the tokens of its chunk, the sum over ranks is whole."""
 
-    def __init__(self, vocab_size: int, hidden_size: int, *, tp_mesh: DeviceMesh) -> None:
+    def __init__(self, vocab_size: int, hidden_size: int, *, region: TensorRegion) -> None:
         super().__init__()
-        self.group = tp_mesh.get_group()
-        self.begin, self.end = chunk_bounds(vocab_size, tp_mesh.size(), tp_mesh.get_local_rank())
-        self.weight = cut_parameter((vocab_size, hidden_size), 0, tp_mesh)
+        self.region = region
+        self.begin, self.end = chunk_bounds(vocab_size, region.size, region.rank)
+        self.weight = cut_parameter((vocab_size, hidden_size), 0, region.mesh)
 
     def forward(self, input_ids: Tensor) -> Tensor:
-        """Map token ids (batch, seq) to (batch, seq, hidden)."""
+        """Map token ids (batch, seq) to (batch, seq or this rank's part of it, hidden)."""
         weight = local_tensor(self.weight)
-        if self.group.size() == 1:
+        if self.region.size == 1:
             return F.embedding(input_ids, weight)
         elsewhere = (input_ids < self.begin) | (input_ids >= self.end)
         found = F.embedding((input_ids - self.begin).masked_fill(elsewhere, 0), weight)
-        return reduce_from_group(found.masked_fill(elsewhere.unsqueeze(-1), 0.0), self.group)
+        return self.region.leave(found.masked_fill(elsewhere.unsqueeze(-1), 0.0))
 
 
 class _CrossEntropy(Function):

@@ -39,6 +39,8 @@ def test_layouts_equal_one_process(parity: Callable[..., Outcome], layout: str, 
         "tp_size=2 pp_size=2 dp_size=2 tie_word_embeddings=true zero_stage=1",
         "pp_size=2 layers_per_stage=3,1 microbatch_size=2",
         "pp_size=4 num_microbatches=2",
+        "tp_size=2 pp_size=2 dp_size=2 sequence_parallelism_mode=split_gather zero_stage=1",
+        "tp_size=4 sequence_parallelism_mode=split_gather num_key_value_heads=2 recompute=full zero_stage=3",
         "pp_size=2 dp_size=2 pp_style=interleaved num_model_chunks=2 zero_stage=1",
         "pp_size=2 pp_style=interleaved num_model_chunks=2 layers_per_stage=1,1,1,1 tie_word_embeddings=true",
         "tp_size=2 recompute=selective max_norm=0.1",
@@ -55,7 +57,12 @@ def test_bf16_stays_within_its_rounding(parity: Callable[..., Outcome]) -> None:
 
 
 @pytest.mark.parametrize(
-    ("fault", "case"), [("drop-tp-allreduce", "tp_size=2"), ("mean-of-means", "dp_size=2 zero_stage=1")]
+    ("fault", "case"),
+    [
+        ("drop-tp-allreduce", "tp_size=2"),
+        ("mean-of-means", "dp_size=2 zero_stage=1"),
+        ("drop-partial-sum", "tp_size=2 pp_size=2 tie_word_embeddings=true"),
+    ],
 )
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 def test_a_deliberate_fault_is_found(parity: Callable[..., Outcome], fault: str, case: str, precision: str) -> None:

@@ -11,6 +11,7 @@ from torch.distributed.device_mesh import init_device_mesh
 
 from hpjob.runtime.parallel.linear import local_tensor
 from hpjob.runtime.parallel.region import chunk_bounds
+from hpjob.runtime.parallel.tensor_region import TensorRegion
 from hpjob.runtime.parallel.vocabulary import IGNORED_LABEL, VocabularyParallelEmbedding, cross_entropy_sum
 from hpjob.runtime.process_pool import ProcessPool
 
@@ -51,7 +52,7 @@ def test_cross_entropy(pool: ProcessPool, vocab: int, world: int) -> None:
 
 def embed(vocab: int) -> tuple[Tensor, Tensor]:
     mesh = init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=("tp",))
-    embedding = VocabularyParallelEmbedding(vocab, 3, tp_mesh=mesh)
+    embedding = VocabularyParallelEmbedding(vocab, 3, region=TensorRegion(mesh=mesh))
     embedding.to_empty(device="cpu")
     with torch.no_grad():
         rows = torch.arange(embedding.begin, embedding.end, dtype=torch.float32)
