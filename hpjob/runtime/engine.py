@@ -22,6 +22,7 @@ from hpjob.runtime.optimizer.adamw import AdamW, copy_local
 from hpjob.runtime.optimizer.gradients import local_squared_norm, sum_gradients
 from hpjob.runtime.optimizer.schedule import learning_rate
 from hpjob.runtime.parallel.data import COMPUTE_DTYPE, GradientSync, needs_fsdp, shard_stage
+from hpjob.runtime.parallel.tensor_region import TensorRegion
 from hpjob.runtime.parallel.vocabulary import IGNORED_LABEL
 from hpjob.runtime.pipeline.executor import Microbatch, PipelineExecutor
 from hpjob.runtime.pipeline.schedule import Schedule, build_schedule
@@ -154,7 +155,8 @@ class Engine:
     def _build_stage(self, number: int) -> tuple[DecoderStage, GradientSync]:
         plan, recipe, mesh = self._plan, self._recipe, self._mesh
         part = stage_parts(plan.pipeline.layers_per_stage)[number]
-        stage = DecoderStage(family_of(recipe.model.model_type), recipe.model, part, plan, mesh.tp_mesh)
+        region = TensorRegion(mesh=mesh.tp_mesh, splits_sequence=plan.sequence_parallelism_mode == "split_gather")
+        stage = DecoderStage(family_of(recipe.model.model_type), recipe.model, part, plan, region)
         cuts = plan_cuts(stage, mesh)
         shard_stage(stage, plan, mesh)
         dtype = torch.float32 if needs_fsdp(mesh) else COMPUTE_DTYPE[plan.precision]
@@ -167,7 +169,8 @@ class Engine:
 
     def _transport(self) -> Transport:
         plan = self._plan
-        shape = (plan.pipeline.microbatch_size, plan.seq_length, self._recipe.model.hidden_size)
+        length = plan.seq_length // (plan.degrees.tp if plan.sequence_parallelism_mode else 1)
+        shape = (plan.pipeline.microbatch_size, length, self._recipe.model.hidden_size)
         return Transport(
             self._schedule, self._mesh, shape=shape, dtype=COMPUTE_DTYPE[plan.precision], device=self._device
         )
@@ -203,8 +206,4 @@ class Engine:
 def _tied_group(schedule: Schedule, mesh: Mesh) -> dist.ProcessGroup | None:
     """Return the group of first and last stage, which hold the two copies of a tied embedding."""
     first, last = schedule.stage_rank[0], schedule.stage_rank[-1]
-    if first == last or mesh.coordinate(Axis.PP) not in (first, last):
-        return None
-    ranks = mesh.ranks(Axis.PP)
-    group: dist.ProcessGroup = dist.new_group([ranks[first], ranks[last]], use_local_synchronization=True)
-    return group
+    return None if first == last else mesh.new_pipeline_group((first, last))

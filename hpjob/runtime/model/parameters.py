@@ -143,7 +143,8 @@ def plan_cuts(stage: DecoderStage, mesh: Mesh) -> dict[str, _Cut]:
                 region = region.chunk(placement.dim, mesh.degrees.tp, mesh.coordinate(Axis.TP))
                 _refuse_doubly_uneven(name, parameter, placement.dim, dim, mesh)
         region = region.chunk(dim, mesh.shard_size, mesh.shard_rank)
-        cuts[name] = _Cut(region, over_tp, id(parameter) in shared)
+        partial = id(parameter) in shared or (stage.region.splits_sequence and not over_tp)
+        cuts[name] = _Cut(region, over_tp, partial)
     return cuts
 
 
