@@ -8,6 +8,7 @@ new ones start with the next job.
 
 from __future__ import annotations
 
+import faulthandler
 import multiprocessing
 import os
 import pickle
@@ -172,7 +173,12 @@ def _run(rank: int, job: tuple[int, int, str, int, float], call: bytes) -> Any:
         backend, store=PrefixStore(f"job-{number}", store), rank=rank, world_size=world, timeout=timeout
     )
     function, args = pickle.loads(call)
-    result = function(*args)
+    # Shows where a rank hangs, before the job is given up and the process killed.
+    faulthandler.dump_traceback_later(0.9 * timeout_s)
+    try:
+        result = function(*args)
+    finally:
+        faulthandler.cancel_dump_traceback_later()
     # Only after success: on a failure peers may be stuck, and tearing down would wait for them.
     dist.barrier()
     dist.destroy_process_group()

@@ -48,8 +48,7 @@ class _CrossEntropy(Function):
     @staticmethod
     def forward(ctx: Any, logits: Tensor, labels: Tensor, begin: int, group: dist.ProcessGroup) -> Tensor:
         values = logits.float()
-        top = values.amax(1)
-        dist.all_reduce(top, op=dist.ReduceOp.MAX, group=group)
+        top = all_reduce(values.amax(1), group, "max")
         exponentials = (values - top.unsqueeze(1)).exp_()
         local = labels - begin
         here = (local >= 0) & (local < values.shape[1])

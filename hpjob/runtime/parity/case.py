@@ -21,6 +21,7 @@ _PARALLEL = (
     "sequence_parallelism_mode",
     "initial_scale",
     "cpu_offload",
+    "enable_jit_fused",
 )
 _PIPELINE = ("num_microbatches", "microbatch_size", "pp_style", "num_model_chunks", "layers_per_stage")
 _OPTIMIZER = ("lr", "max_norm", "weight_decay", "schedule", "warmup_steps")

@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+import torch.distributed._functional_collectives as functional
 from torch import Tensor
 
 from hpjob.runtime.sequence.ring import Ring, circulate
@@ -19,16 +20,29 @@ from hpjob.runtime.sequence.sequence_collectives import check_divisible, local_p
 from hpjob.runtime.weight_gradients import DeferWeightGradients
 
 
+def _gather(shard: Tensor, group: dist.ProcessGroup, dim: int) -> Tensor:
+    # Compiled code needs the form that the compiler can see into.
+    if torch.compiler.is_compiling():
+        return functional.wait_tensor(functional.all_gather_tensor(shard.contiguous(), dim, group))
+    return start_gather(shard, group, dim).wait()
+
+
+def _reduce(tensor: Tensor, group: dist.ProcessGroup, dim: int) -> Tensor:
+    if torch.compiler.is_compiling():
+        return functional.wait_tensor(functional.reduce_scatter_tensor(tensor.contiguous(), "sum", dim, group))
+    return start_reduction(tensor, group, dim).wait()
+
+
 class _Gather(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, shard: Tensor, group: dist.ProcessGroup, dim: int, sum_gradients: bool) -> Tensor:
         ctx.group, ctx.dim, ctx.sum_gradients = group, dim, sum_gradients
-        return start_gather(shard, group, dim).wait()
+        return _gather(shard, group, dim)
 
     @staticmethod
     def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor, None, None, None]:
         if ctx.sum_gradients:
-            return start_reduction(grad_outputs[0], ctx.group, ctx.dim).wait(), None, None, None
+            return _reduce(grad_outputs[0], ctx.group, ctx.dim), None, None, None
         return local_part(grad_outputs[0], ctx.group, ctx.dim), None, None, None
 
 
@@ -37,12 +51,12 @@ class _Scatter(torch.autograd.Function):
     def forward(ctx: Any, tensor: Tensor, group: dist.ProcessGroup, dim: int, sum_inputs: bool) -> Tensor:
         ctx.group, ctx.dim = group, dim
         if sum_inputs:
-            return start_reduction(tensor, group, dim).wait()
+            return _reduce(tensor, group, dim)
         return local_part(tensor, group, dim)
 
     @staticmethod
     def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor, None, None, None]:
-        return start_gather(grad_outputs[0], ctx.group, ctx.dim).wait(), None, None, None
+        return _gather(grad_outputs[0], ctx.group, ctx.dim), None, None, None
 
 
 def gather_sequence(shard: Tensor, group: dist.ProcessGroup, *, dim: int = 1) -> Tensor:
