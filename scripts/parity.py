@@ -56,7 +56,7 @@ def _options(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument(
         "--break",
         dest="broken",
-        choices=("drop-tp-allreduce", "mean-of-means"),
+        choices=("drop-tp-allreduce", "mean-of-means", "drop-partial-sum"),
         help="self-test: train with this fault; parity must then fail",
     )
     options = parser.parse_args(arguments)

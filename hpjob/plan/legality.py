@@ -13,10 +13,10 @@ from hpjob.plan.shape import Shape
 class RuntimeCapabilities:
     """What the runtime can execute."""
 
-    schedules: tuple[str, ...] = ("1f1b",)
-    sequence_modes: tuple[str, ...] = ()
-    zero_stages: tuple[int, ...] = (0, 1)
-    recompute: tuple[str, ...] = ("none", "full")
+    schedules: tuple[str, ...] = ("1f1b", "interleaved")
+    sequence_modes: tuple[str, ...] = ("split_gather",)
+    zero_stages: tuple[int, ...] = (0, 1, 2, 3)
+    recompute: tuple[str, ...] = ("none", "selective", "full")
     max_ep: int = 1
     cpu_offload: bool = False
     families: tuple[str, ...] = ("llama",)

@@ -14,13 +14,15 @@ from hpjob.core.errors import UserInputError
 from hpjob.plan.model import Axis, Plan
 from hpjob.recipe.model import Recipe
 from hpjob.runtime.mesh import Mesh
+from hpjob.runtime.model.compiled import compile_stage, wants_compile
 from hpjob.runtime.model.families import family_of
 from hpjob.runtime.model.parameters import ShardedParameter, materialise, plan_cuts
 from hpjob.runtime.model.stage import DecoderStage, stage_parts
 from hpjob.runtime.optimizer.adamw import AdamW, copy_local
-from hpjob.runtime.optimizer.gradients import clip, local_squared_norm, sum_gradients
+from hpjob.runtime.optimizer.gradients import local_squared_norm, sum_gradients
 from hpjob.runtime.optimizer.schedule import learning_rate
-from hpjob.runtime.parallel.data import COMPUTE_DTYPE, GradientSync, shard_stage
+from hpjob.runtime.parallel.data import COMPUTE_DTYPE, GradientSync, needs_fsdp, shard_stage
+from hpjob.runtime.parallel.tensor_region import TensorRegion
 from hpjob.runtime.parallel.vocabulary import IGNORED_LABEL
 from hpjob.runtime.pipeline.executor import Microbatch, PipelineExecutor
 from hpjob.runtime.pipeline.schedule import Schedule, build_schedule
@@ -87,7 +89,7 @@ class Engine:
         """This rank's stages, in model order."""
         self._executor = PipelineExecutor(self._schedule, self._rank, stages, self._transport())
         self._tied_group = _tied_group(self._schedule, mesh) if recipe.model.tie_word_embeddings else None
-        self.optimizer = AdamW(self.parameters, recipe.optimizer)
+        self.optimizer = AdamW(self.parameters, recipe.optimizer, compiled=wants_compile(recipe, device))
 
     def train_step(self, batch: Batch, step: int) -> StepResult:
         """Run one optimizer step.
@@ -108,7 +110,7 @@ class Engine:
         """
         self._check_shape(batch)
         for item in self.parameters:
-            item.parameter.grad = None
+            item.clear_gradient()
         num_tokens = self._count_tokens(batch)
         microbatches = list(self._microbatches(batch))
         loss = self._executor.run(microbatches, 1.0 / num_tokens.clamp(min=1).float())
@@ -124,9 +126,8 @@ class Engine:
         sums = torch.stack([loss, local_squared_norm(self.parameters, self._device)])
         dist.all_reduce(sums)
         norm = sums[1].sqrt()
-        clip(self.parameters, norm, self._recipe.optimizer.max_norm)
         lr = learning_rate(self._recipe.optimizer, step, self._recipe.training.steps)
-        self.optimizer.step(lr)
+        self.optimizer.step(lr, norm)
         figures = torch.stack([sums[0], norm, num_tokens.double()]).tolist()
         return StepResult(loss=figures[0], grad_norm=figures[1], num_tokens=int(figures[2]), lr=lr)
 
@@ -136,7 +137,7 @@ class Engine:
         Tensors are the live ones: torch's distributed checkpoint saves them from any mesh and fills them
         in place on any other mesh.
         """
-        weights = {item.name: item.parameter.detach() for item in self.parameters}
+        weights = {item.name: item.weight for item in self.parameters}
         return {**weights, **self.optimizer.state_dict()}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -148,21 +149,28 @@ class Engine:
         with torch.no_grad():
             for item in self.parameters:
                 copy_local(item.local, state[item.name])
+                item.publish()
             self.optimizer.load_state_dict(state)
 
     def _build_stage(self, number: int) -> tuple[DecoderStage, GradientSync]:
         plan, recipe, mesh = self._plan, self._recipe, self._mesh
         part = stage_parts(plan.pipeline.layers_per_stage)[number]
-        stage = DecoderStage(family_of(recipe.model.model_type), recipe.model, part, plan, mesh.tp_mesh)
+        region = TensorRegion(mesh=mesh.tp_mesh, splits_sequence=plan.sequence_parallelism_mode == "split_gather")
+        stage = DecoderStage(family_of(recipe.model.model_type), recipe.model, part, plan, region)
         cuts = plan_cuts(stage, mesh)
         shard_stage(stage, plan, mesh)
-        self.parameters += materialise(stage, cuts, mesh, self._device, seed=recipe.training.seed)
+        dtype = torch.float32 if needs_fsdp(mesh) else COMPUTE_DTYPE[plan.precision]
+        own = materialise(stage, cuts, mesh, self._device, seed=recipe.training.seed, compute_dtype=dtype)
+        self.parameters += own
         stage.make_rotary(self._device)
-        return stage, GradientSync(stage, plan)
+        if wants_compile(recipe, self._device):
+            compile_stage(stage)
+        return stage, GradientSync(stage, plan, own)
 
     def _transport(self) -> Transport:
         plan = self._plan
-        shape = (plan.pipeline.microbatch_size, plan.seq_length, self._recipe.model.hidden_size)
+        length = plan.seq_length // (plan.degrees.tp if plan.sequence_parallelism_mode else 1)
+        shape = (plan.pipeline.microbatch_size, length, self._recipe.model.hidden_size)
         return Transport(
             self._schedule, self._mesh, shape=shape, dtype=COMPUTE_DTYPE[plan.precision], device=self._device
         )
@@ -198,8 +206,4 @@ class Engine:
 def _tied_group(schedule: Schedule, mesh: Mesh) -> dist.ProcessGroup | None:
     """Return the group of first and last stage, which hold the two copies of a tied embedding."""
     first, last = schedule.stage_rank[0], schedule.stage_rank[-1]
-    if first == last or mesh.coordinate(Axis.PP) not in (first, last):
-        return None
-    ranks = mesh.ranks(Axis.PP)
-    group: dist.ProcessGroup = dist.new_group([ranks[first], ranks[last]], use_local_synchronization=True)
-    return group
+    return None if first == last else mesh.new_pipeline_group((first, last))

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -59,6 +60,33 @@ class Mesh:
     def ranks(self, axis: Axis) -> list[int]:
         """Return the global ranks along an axis that share this rank's other coordinates."""
         return dist.get_process_group_ranks(self.group(axis))
+
+    def new_pipeline_group(self, members: Sequence[int]) -> dist.ProcessGroup | None:
+        """Make one more group in every pipeline; a collective call of all ranks of the world.
+
+        Args:
+            members: Positions on the pp axis.
+
+        Returns:
+            The group of this rank's pipeline, or None where this rank is not in it.
+        """
+        stride = self.world_size // self.degrees.pp
+        mine = None
+        # Names of groups that only their members make depend on how many each has made before: unsafe here.
+        for row in range(stride):
+            ranks = [position * stride + row for position in members]
+            group = dist.new_group(ranks, **self._message_options())
+            if self.rank in ranks:
+                mine = group
+        return mine
+
+    def _message_options(self) -> dict[str, Any]:
+        """Let a receive that waits on a GPU occupy four of its multiprocessors; NCCL would take up to 32."""
+        if self.device_mesh.device_type != "cuda":
+            return {}
+        options = dist.ProcessGroupNCCL.Options()
+        options.config.max_ctas = 4
+        return {"backend": "nccl", "pg_options": options}
 
     @property
     def tp_mesh(self) -> DeviceMesh:

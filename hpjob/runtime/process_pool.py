@@ -8,6 +8,7 @@ new ones start with the next job.
 
 from __future__ import annotations
 
+import faulthandler
 import multiprocessing
 import os
 import pickle
@@ -22,17 +23,25 @@ import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import PrefixStore, TCPStore
 
+from hpjob.core.errors import HpjobError
+
 _PRELOAD = ["hpjob.runtime.engine", "hpjob.runtime.parity.worker"]
 _SETTINGS = {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo", "TOKENIZERS_PARALLELISM": "false"}
 
 
 class WorkerError(RuntimeError):
-    """A job failed; the message is the traceback of the first worker that failed."""
+    """A job failed.
 
-    def __init__(self, rank: int, error: BaseException | None, trace: str) -> None:
+    Args:
+        rank: The first worker that failed.
+        trace: Its traceback, or what happened to the process.
+        refusal: What an :class:`HpjobError` said, if it was one.
+    """
+
+    def __init__(self, rank: int, trace: str, refusal: str | None = None) -> None:
         super().__init__(f"rank {rank}: {trace}")
         self.rank = rank
-        self.error = error
+        self.refusal = refusal
 
 
 @dataclass(slots=True)
@@ -121,14 +130,13 @@ class ProcessPool:
             ready = wait(list(open_ranks), timeout=self._timeout_s)
             if not ready:
                 self.close()
-                raise WorkerError(min(open_ranks.values()), None, f"no answer within {self._timeout_s:.0f} s")
+                raise WorkerError(min(open_ranks.values()), f"no answer within {self._timeout_s:.0f} s")
             for connection in ready:
                 rank = open_ranks.pop(connection)  # type: ignore[call-overload]
                 ok, payload = self._answer(connection, rank)  # type: ignore[arg-type]
                 if not ok:
                     self.close()
-                    error, trace = payload
-                    raise WorkerError(rank, error, trace)
+                    raise WorkerError(rank, *payload)
                 results[rank] = payload
         return [results[rank] for rank in range(world)]
 
@@ -138,7 +146,7 @@ class ProcessPool:
         except EOFError:
             process = self._workers[rank].process
             process.join()
-            return False, (None, f"the process ended with code {process.exitcode}")
+            return False, (f"the process ended with code {process.exitcode}", None)
 
 
 def _serve(connection: Connection) -> None:
@@ -146,12 +154,12 @@ def _serve(connection: Connection) -> None:
     while True:
         try:
             rank, job, call = connection.recv()
-        except EOFError:
+        except (EOFError, ConnectionResetError):
             return
         try:
             answer = (True, _run(rank, job, call))
         except Exception as error:
-            answer = (False, (_picklable(error), traceback.format_exc()))
+            answer = (False, (traceback.format_exc(), error.message if isinstance(error, HpjobError) else None))
         connection.send_bytes(pickle.dumps(answer))
 
 
@@ -165,16 +173,13 @@ def _run(rank: int, job: tuple[int, int, str, int, float], call: bytes) -> Any:
         backend, store=PrefixStore(f"job-{number}", store), rank=rank, world_size=world, timeout=timeout
     )
     function, args = pickle.loads(call)
-    result = function(*args)
+    # Shows where a rank hangs, before the job is given up and the process killed.
+    faulthandler.dump_traceback_later(0.9 * timeout_s)
+    try:
+        result = function(*args)
+    finally:
+        faulthandler.cancel_dump_traceback_later()
     # Only after success: on a failure peers may be stuck, and tearing down would wait for them.
     dist.barrier()
     dist.destroy_process_group()
     return result
-
-
-def _picklable(error: BaseException) -> BaseException | None:
-    try:
-        pickle.loads(pickle.dumps(error))
-    except Exception:
-        return None
-    return error

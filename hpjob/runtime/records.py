@@ -68,6 +68,15 @@ class AttemptRecords:
         write_json(path, {"step": step, "time": time.time(), "attempt": self._rank.attempt.index})
         sync_folder(path.parent)
 
+    def close(self) -> None:
+        """Write what is still pending; a disk that is full to the end costs the last lines."""
+        if self._metrics is None:
+            return
+        try:
+            self._metrics.close()
+        except OSError as error:
+            log.warning("the last metrics could not be written: %s", error)
+
     def remove_stop_file(self) -> None:
         """Take back the stop file that was obeyed, or the next attempt would stop at once."""
         if self._active:

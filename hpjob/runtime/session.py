@@ -129,6 +129,7 @@ class Session:
 
     def _leave_together(self) -> None:
         """Wait until rank 0 has written the outcome. All is saved by now, so a peer that is gone is no failure."""
+        self._records.close()
         self._watcher.stop()
         try:
             wait_for_all()

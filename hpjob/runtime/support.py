@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from hpjob.core.errors import UserInputError
-from hpjob.plan.model import Plan
+from hpjob.plan.model import Pipeline, Plan
 from hpjob.recipe.model import Recipe
+from hpjob.runtime.parallel.region import chunk_bounds
+from hpjob.runtime.pipeline.schedule import SCHEDULES
 
 
 def unsupported(plan: Plan, recipe: Recipe) -> list[str]:
@@ -26,18 +28,41 @@ def refuse_unsupported(plan: Plan, recipe: Recipe) -> None:
 def _unsupported_switches(plan: Plan) -> list[str]:
     degrees = plan.degrees
     reasons = []
-    if degrees.sp > 1 or plan.sequence_parallelism_mode:
-        reasons.append(f"sequence parallelism ({plan.sequence_parallelism_mode or 'sp > 1'}) is not supported")
+    reasons += _unsupported_sequence(plan)
     if degrees.ep > 1:
         reasons.append("expert parallelism is not supported")
     if plan.precision == "fp16":
         reasons.append("precision fp16 is not supported, use bf16 or fp32")
     if plan.cpu_offload:
         reasons.append("cpu_offload is not supported")
-    if degrees.pp > 1 and plan.pipeline.style != "1f1b":
-        reasons.append(f"pipeline style {plan.pipeline.style} is not supported, use 1f1b")
-    if plan.pipeline.num_model_chunks > 1:
-        reasons.append("more than one model chunk per pipeline rank is not supported")
+    return [*reasons, *_unsupported_pipeline(plan.pipeline, degrees.pp)]
+
+
+def _unsupported_sequence(plan: Plan) -> list[str]:
+    mode, degrees = plan.sequence_parallelism_mode, plan.degrees
+    if mode not in (None, "split_gather"):
+        return [f"sequence parallelism {mode} is not supported, use split_gather"]
+    if degrees.sp > 1:
+        return [f"sp {degrees.sp} is not supported: split_gather shares the tp group"]
+    if mode is None:
+        return []
+    if degrees.tp == 1:
+        return ["split_gather needs tp of at least 2"]
+    uneven = plan.seq_length % degrees.tp
+    return [f"seq_length {plan.seq_length} does not divide by tp {degrees.tp} (split_gather)"] if uneven else []
+
+
+def _unsupported_pipeline(pipeline: Pipeline, pp: int) -> list[str]:
+    style, chunks = pipeline.style, pipeline.num_model_chunks
+    if pp == 1:
+        return ["more than one model chunk needs pp of at least 2"] if chunks > 1 else []
+    if style not in SCHEDULES:
+        return [f"pipeline style {style} is not supported, use {' or '.join(SCHEDULES)}"]
+    if style == "1f1b":
+        return [f"1f1b has one model chunk per pipeline rank, not {chunks}"] if chunks > 1 else []
+    reasons = [] if chunks > 1 else [f"{style} needs at least two model chunks per pipeline rank"]
+    if pipeline.num_microbatches % pp:
+        reasons.append(f"{style} needs microbatches ({pipeline.num_microbatches}) in multiples of pp {pp}")
     return reasons
 
 
@@ -53,8 +78,8 @@ def _unsupported_shapes(plan: Plan, recipe: Recipe) -> list[str]:
         )
     if shape.intermediate_size % tp:
         reasons.append(f"intermediate_size {shape.intermediate_size} does not divide by tp {tp}")
-    if shape.vocab_size < tp:
-        reasons.append(f"vocab_size {shape.vocab_size} is smaller than tp {tp}")
+    if chunk_bounds(shape.vocab_size, tp, tp - 1)[0] == shape.vocab_size:
+        reasons.append(f"vocab_size {shape.vocab_size} leaves a rank of tp {tp} without tokens")
     expected = plan.degrees.dp * plan.pipeline.num_microbatches * plan.pipeline.microbatch_size
     if plan.global_batch_size != expected:
         reasons.append(

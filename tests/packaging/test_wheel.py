@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import subprocess
 import sys
@@ -62,3 +63,29 @@ def test_it_runs_outside_the_checkout_without_torch(installed: Path, tmp_path: P
     assert Path(path).is_relative_to(installed.parent)
     assert (torch, templates) == ("None", "None")
     assert run(installed / "hpjob", "--version", cwd=tmp_path).startswith("hpjob ")
+
+
+def test_dry_run_of_a_published_layout(installed: Path, tmp_path: Path) -> None:
+    script = run(
+        *(installed / "hpjob", "submit", "--nodes", "4", "--recipe", "70b", "--machine", "dgx-a100-80g", "--dry-run"),
+        cwd=tmp_path,
+    )
+    lines = script.splitlines()
+    assert lines[0] == "#!/bin/bash"
+    for expected in ("--nodes=4", "--ntasks-per-node=8", "--gpus-per-node=8", "--requeue", "--open-mode=append"):
+        assert f"#SBATCH {expected}" in lines
+    assert f"python={installed / 'python'}" in lines
+    assert '  "$python" -m hpjob.runtime --run-dir "$run_dir" --attempt-dir "$attempt_dir" \\' in lines
+    subprocess.run(["bash", "-n"], input=script, text=True, check=True, timeout=30)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_plan_finds_recipes_and_machines(installed: Path, tmp_path: Path) -> None:
+    out = run(
+        *(installed / "hpjob", "plan", "--recipe", "70b-a100-published", "--nodes", "4"),
+        *("--machine", "dgx-a100-80g", "--json"),
+        cwd=tmp_path,
+    )
+    plan = json.loads(out)
+    assert plan["degrees"] == {"pp": 4, "dp": 2, "sp": 1, "tp": 4, "ep": 1}
+    assert len(plan["placement"]) == 32

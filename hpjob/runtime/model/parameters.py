@@ -13,6 +13,7 @@ from hpjob.plan.model import Axis
 from hpjob.runtime.mesh import Mesh
 from hpjob.runtime.model.initial import initial_region
 from hpjob.runtime.model.stage import EMBEDDING, DecoderStage
+from hpjob.runtime.optimizer.master import MasterWeight
 from hpjob.runtime.parallel.data import parameter_shard_dim
 from hpjob.runtime.parallel.linear import SharedHeadLinear
 from hpjob.runtime.parallel.region import Region
@@ -24,11 +25,12 @@ class ShardedParameter:
 
     Attributes:
         name: Global name.
-        parameter: fp32 master shard, a DTensor.
+        parameter: What is computed with: an fp32 master shard of FSDP2, or without FSDP2 the weight itself.
         region: The part of the whole tensor that lies here.
         counted: Whether this rank's copy is the one that counts in sums over the whole mesh.
         partial_over_tp: Its gradient is this rank's share and needs a sum over the tensor-parallel group.
         tied_copy: A head on the last stage that is one with the embedding on the first.
+        master: fp32 value of a ``parameter`` in bf16; None = ``parameter`` is fp32 itself.
     """
 
     name: str
@@ -37,6 +39,7 @@ class ShardedParameter:
     counted: bool
     partial_over_tp: bool
     tied_copy: bool
+    master: MasterWeight | None = None
 
     @property
     def decays(self) -> bool:
@@ -50,14 +53,46 @@ class ShardedParameter:
 
     @property
     def local(self) -> Tensor:
-        """The shard itself; shares memory with the parameter."""
-        return _local(self.parameter.detach())
+        """The fp32 shard itself, which the optimizer updates and checkpoints hold."""
+        return _local(self.parameter.detach()) if self.master is None else self.master.value
+
+    @property
+    def weight(self) -> Tensor:
+        """:attr:`local`, described as cut like the parameter."""
+        return self.parameter.detach() if self.master is None else self.like(self.master.value)
+
+    @property
+    def compute_weight(self) -> Tensor | None:
+        """The rounded copy of :attr:`local` that is computed with; None = there is none beside it."""
+        return None if self.master is None else _local(self.parameter.detach())
 
     @property
     def local_gradient(self) -> Tensor | None:
         """The gradient's shard, or None when nothing reached this parameter."""
+        if self.master is not None:
+            self.collect_gradient()
+            return self.master.gradient
         gradient = self.parameter.grad
         return None if gradient is None else _local(gradient)
+
+    def collect_gradient(self) -> None:
+        """Add what the last backward pass left to the fp32 sum, where this parameter has one."""
+        if self.master is not None and self.parameter.grad is not None:
+            self.master.add(_local(self.parameter.grad))
+            self.parameter.grad = None
+
+    def clear_gradient(self) -> None:
+        """Forget the gradient."""
+        self.parameter.grad = None
+        if self.master is not None:
+            self.master.gradient = None
+
+    def publish(self) -> None:
+        """Round the master into the weight that is computed with, after the master changed."""
+        weight = self.compute_weight
+        if weight is not None:
+            with torch.no_grad():
+                weight.copy_(self.local)
 
     def like(self, local: Tensor) -> Tensor:
         """Describe another local tensor as cut like this parameter."""
@@ -108,7 +143,8 @@ def plan_cuts(stage: DecoderStage, mesh: Mesh) -> dict[str, _Cut]:
                 region = region.chunk(placement.dim, mesh.degrees.tp, mesh.coordinate(Axis.TP))
                 _refuse_doubly_uneven(name, parameter, placement.dim, dim, mesh)
         region = region.chunk(dim, mesh.shard_size, mesh.shard_rank)
-        cuts[name] = _Cut(region, over_tp, id(parameter) in shared)
+        partial = id(parameter) in shared or (stage.region.splits_sequence and not over_tp)
+        cuts[name] = _Cut(region, over_tp, partial)
     return cuts
 
 
@@ -124,7 +160,13 @@ def _refuse_doubly_uneven(name: str, parameter: DTensor, tp_dim: int, dp_dim: in
 
 
 def materialise(
-    stage: DecoderStage, cuts: dict[str, _Cut], mesh: Mesh, device: torch.device, *, seed: int
+    stage: DecoderStage,
+    cuts: dict[str, _Cut],
+    mesh: Mesh,
+    device: torch.device,
+    *,
+    seed: int,
+    compute_dtype: torch.dtype = torch.float32,
 ) -> list[ShardedParameter]:
     """Give a sharded stage memory and its initial weights, one parameter at a time.
 
@@ -134,8 +176,9 @@ def materialise(
         mesh: The mesh of the run.
         device: Where the shards live.
         seed: Seed of the run.
+        compute_dtype: Of weights that FSDP2 does not hold; those it holds are fp32 shards.
     """
-    stage.to_empty(device=device)
+    stage.to(dtype=compute_dtype).to_empty(device=device)
     result = []
     first_copy = mesh.replicate_rank == 0
     for name, (global_name, parameter) in zip(cuts, stage.global_parameters(), strict=True):
@@ -149,10 +192,18 @@ def materialise(
                 counted=first_copy and (cut.over_tp or mesh.coordinate(Axis.TP) == 0) and not tied_copy,
                 partial_over_tp=cut.partial_over_tp,
                 tied_copy=tied_copy,
+                master=_master(parameter, needs_single=cut.partial_over_tp or global_name == EMBEDDING),
             )
         )
         _fill(result[-1], seed=seed, std=stage.shape.initializer_range)
+        result[-1].publish()
     return result
+
+
+def _master(parameter: nn.Parameter, *, needs_single: bool) -> MasterWeight | None:
+    if parameter.dtype is torch.float32:
+        return None
+    return MasterWeight(torch.empty_like(_local(parameter.detach()), dtype=torch.float32), needs_single)
 
 
 def _fill(item: ShardedParameter, *, seed: int, std: float) -> None:

@@ -5,49 +5,48 @@ from __future__ import annotations
 from typing import Any
 
 from torch import nn
-from torch.distributed.device_mesh import DeviceMesh
 
 from hpjob.recipe.model import ModelShape
 from hpjob.runtime.model.families import Family, Placement
-from hpjob.runtime.parallel.collectives import copy_to_group
 from hpjob.runtime.parallel.linear import ColumnParallelLinear, RowParallelLinear, SharedHeadLinear
+from hpjob.runtime.parallel.tensor_region import TensorRegion
 
 
-def place_layer(layer: nn.Module, family: Family, shape: ModelShape, tp_mesh: DeviceMesh) -> None:
+def place_layer(layer: nn.Module, family: Family, shape: ModelShape, region: TensorRegion) -> None:
     """Cut a decoder layer on the meta device over the tensor-parallel mesh, in place."""
     for name, placement in family.placements.items():
         linear = layer.get_submodule(name)
         if isinstance(linear, nn.Linear):
             parent, _, child = name.rpartition(".")
-            setattr(layer.get_submodule(parent), child, _cut(linear, placement, shape, tp_mesh))
-    if tp_mesh.size() == 1:
+            setattr(layer.get_submodule(parent), child, _cut(linear, placement, shape, region))
+    if region.size == 1:
         return
     attention = layer.get_submodule("self_attn")
-    query_heads = shape.num_attention_heads // tp_mesh.size()
-    key_value_heads = max(1, shape.num_key_value_heads // tp_mesh.size())
+    query_heads = shape.num_attention_heads // region.size
+    key_value_heads = max(1, shape.num_key_value_heads // region.size)
     attention.num_key_value_groups = query_heads // key_value_heads  # type: ignore[assignment]
     for name in family.parallel_blocks:
-        _enter_parallel_region(layer.get_submodule(name), tp_mesh)
+        _enter_parallel_region(layer.get_submodule(name), region)
 
 
-def _cut(linear: nn.Linear, placement: Placement, shape: ModelShape, tp_mesh: DeviceMesh) -> nn.Module:
+def _cut(linear: nn.Linear, placement: Placement, shape: ModelShape, region: TensorRegion) -> nn.Module:
+    tp_mesh = region.mesh
     has_bias = linear.bias is not None
     if placement is Placement.ROW:
-        return RowParallelLinear(linear.in_features, linear.out_features, bias=has_bias, tp_mesh=tp_mesh)
-    if placement is Placement.KEY_VALUE and shape.num_key_value_heads < tp_mesh.size():
+        return RowParallelLinear(linear.in_features, linear.out_features, bias=has_bias, region=region)
+    if placement is Placement.KEY_VALUE and shape.num_key_value_heads < region.size:
         return SharedHeadLinear(
             linear.in_features, shape.num_key_value_heads, shape.attention_head_dim, bias=has_bias, tp_mesh=tp_mesh
         )
     return ColumnParallelLinear(linear.in_features, linear.out_features, bias=has_bias, tp_mesh=tp_mesh)
 
 
-def _enter_parallel_region(block: nn.Module, tp_mesh: DeviceMesh) -> None:
+def _enter_parallel_region(block: nn.Module, region: TensorRegion) -> None:
     """Sum the gradient of a block's input once, however many cut layers read that input."""
-    group = tp_mesh.get_group()
 
     def enter(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
         if args:
-            return (copy_to_group(args[0], group), *args[1:]), kwargs
-        return args, {**kwargs, "hidden_states": copy_to_group(kwargs["hidden_states"], group)}
+            return (region.enter(args[0]), *args[1:]), kwargs
+        return args, {**kwargs, "hidden_states": region.enter(kwargs["hidden_states"])}
 
     block.register_forward_pre_hook(enter, with_kwargs=True)

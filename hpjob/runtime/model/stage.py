@@ -13,7 +13,6 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.distributed.device_mesh import DeviceMesh
 from torch.utils.checkpoint import checkpoint
 
 from hpjob.plan.model import Plan
@@ -21,9 +20,9 @@ from hpjob.recipe.model import ModelShape
 from hpjob.runtime.model.attention import RECOMPUTE_ATTRIBUTE
 from hpjob.runtime.model.families import Family
 from hpjob.runtime.model.placement import place_layer
-from hpjob.runtime.parallel.collectives import copy_to_group
 from hpjob.runtime.parallel.linear import ColumnParallelLinear, local_tensor
 from hpjob.runtime.parallel.region import chunk_bounds
+from hpjob.runtime.parallel.tensor_region import TensorRegion
 from hpjob.runtime.parallel.vocabulary import VocabularyParallelEmbedding, cross_entropy_sum
 
 EMBEDDING = "model.embed_tokens.weight"
@@ -65,17 +64,17 @@ class DecoderStage(nn.Module):
         shape: The whole model's shape.
         part: Layers and ends that this stage holds.
         plan: Recomputation policy.
-        tp_mesh: The tensor-parallel axis.
+        region: Edges of the tensor-parallel region.
     """
 
-    def __init__(self, family: Family, shape: ModelShape, part: StagePart, plan: Plan, tp_mesh: DeviceMesh) -> None:
+    def __init__(self, family: Family, shape: ModelShape, part: StagePart, plan: Plan, region: TensorRegion) -> None:
         super().__init__()
         self.part = part
         self.shape = shape
-        self.tp_group = tp_mesh.get_group()
+        self.region = region
         self.tied = shape.tie_word_embeddings
         self.recompute_every = plan.recompute_every_kth_layer if plan.recompute == "full" else 0
-        self.vocab_begin, _ = chunk_bounds(shape.vocab_size, tp_mesh.size(), tp_mesh.get_local_rank())
+        self.vocab_begin, _ = chunk_bounds(shape.vocab_size, region.size, region.rank)
         self._family = family
         self._config = family.config(shape)
         self.model = nn.Module()
@@ -84,16 +83,16 @@ class DecoderStage(nn.Module):
             self.model.layers = nn.ModuleDict(layers)
             if part.is_first:
                 self.model.embed_tokens = VocabularyParallelEmbedding(
-                    shape.vocab_size, shape.hidden_size, tp_mesh=tp_mesh
+                    shape.vocab_size, shape.hidden_size, region=region
                 )
             if part.is_last:
                 self.model.norm = family.norm(self._config)
                 if not (self.tied and part.is_first):
                     self.lm_head = ColumnParallelLinear(
-                        shape.hidden_size, shape.vocab_size, bias=False, tp_mesh=tp_mesh
+                        shape.hidden_size, shape.vocab_size, bias=False, tp_mesh=region.mesh
                     )
         for layer in layers.values():
-            place_layer(layer, family, shape, tp_mesh)
+            place_layer(layer, family, shape, region)
             setattr(layer.self_attn, RECOMPUTE_ATTRIBUTE, plan.recompute == "selective")
 
     def make_rotary(self, device: torch.device) -> None:
@@ -115,8 +114,9 @@ class DecoderStage(nn.Module):
         """Run the stage.
 
         Args:
-            inputs: Token ids (batch, seq) on the first stage, else hidden states (batch, seq, hidden).
-            position_ids: (batch, seq).
+            inputs: Token ids (batch, seq) on the first stage, else hidden states (batch, seq, hidden); of a
+                split sequence this rank's part.
+            position_ids: (batch, seq), of the whole sequence.
 
         Returns:
             Hidden states, or on the last stage this rank's chunk of the logits (batch, seq, vocab chunk).
@@ -130,10 +130,10 @@ class DecoderStage(nn.Module):
 
     def loss_sum(self, logits: Tensor, labels: Tensor) -> Tensor:
         """Return the sum of the token losses of one microbatch, fp32."""
-        return cross_entropy_sum(logits, labels, begin=self.vocab_begin, group=self.tp_group)
+        return cross_entropy_sum(logits, labels, begin=self.vocab_begin, group=self.region.group)
 
     def _logits(self, hidden: Tensor) -> Tensor:
-        hidden = copy_to_group(self.model.norm(hidden), self.tp_group)  # type: ignore[operator]
+        hidden = self.region.enter(self.model.norm(hidden))  # type: ignore[operator]
         if self.tied and self.part.is_first:
             return F.linear(hidden, local_tensor(self.model.embed_tokens.weight))  # type: ignore[union-attr,arg-type]
         logits: Tensor = self.lm_head(hidden)

@@ -19,7 +19,7 @@ def sum_gradients(items: Sequence[ShardedParameter], group: dist.ProcessGroup) -
     gradients = [gradient for item in items if (gradient := item.local_gradient) is not None]
     if not gradients or group.size() == 1:
         return
-    flat = torch.cat([gradient.flatten() for gradient in gradients])
+    flat = torch.cat([gradient.flatten() for gradient in gradients]).float()
     dist.all_reduce(flat, group=group)
     for gradient, part in zip(gradients, torch.split(flat, [g.numel() for g in gradients]), strict=True):
         gradient.copy_(part.view_as(gradient))
@@ -34,12 +34,18 @@ def local_squared_norm(items: Sequence[ShardedParameter], device: torch.device) 
     counted = [g for item in items if item.counted and (g := item.local_gradient) is not None and g.numel()]
     if not counted:
         return torch.zeros((), dtype=torch.float64, device=device)
-    return torch.stack(torch._foreach_norm(counted)).double().square().sum().to(device)
+    return torch.stack(torch._foreach_norm(counted, 2, dtype=torch.float32)).double().square().sum().to(device)
 
 
 def clip(items: Sequence[ShardedParameter], norm: Tensor, max_norm: float) -> None:
     """Scale all gradients so that their global norm is at most ``max_norm``; 0 = never."""
     gradients = [gradient for item in items if (gradient := item.local_gradient) is not None]
     if max_norm and gradients:
-        scale = (max_norm / (norm + 1e-6)).clamp(max=1.0).float()
-        torch._foreach_mul_(gradients, scale)
+        torch._foreach_mul_(gradients, clip_scale(norm, max_norm))
+
+
+def clip_scale(norm: Tensor, max_norm: float) -> Tensor:
+    """Return the factor, fp32, that brings gradients of this norm down to ``max_norm``; 0 = never."""
+    if not max_norm:
+        return torch.ones_like(norm, dtype=torch.float32)
+    return (max_norm / (norm + 1e-6)).clamp(max=1.0).float()

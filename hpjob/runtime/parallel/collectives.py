@@ -2,16 +2,25 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Literal
 
+import torch
 import torch.distributed as dist
+import torch.distributed._functional_collectives as functional
 from torch import Tensor
 from torch.autograd import Function
 
+_OPERATIONS = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX}
 
-def all_reduce(tensor: Tensor, group: dist.ProcessGroup) -> Tensor:
-    """Sum a tensor over a group in place and return it. Every tensor-parallel sum comes through here."""
-    dist.all_reduce(tensor, group=group)
+
+def all_reduce(tensor: Tensor, group: dist.ProcessGroup, op: Literal["sum", "max"] = "sum") -> Tensor:
+    """Reduce a tensor over a group in place and return it. Every tensor-parallel sum comes through here.
+
+    Compiled code gets the form that the compiler can see into, and decides itself what is done in place.
+    """
+    if torch.compiler.is_compiling():
+        return functional.wait_tensor(functional.all_reduce(tensor, op, group))
+    dist.all_reduce(tensor, op=_OPERATIONS[op], group=group)
     return tensor
 
 
@@ -29,7 +38,8 @@ class _CopyToGroup(Function):
 class _ReduceFromGroup(Function):
     @staticmethod
     def forward(ctx: Any, tensor: Tensor, group: dist.ProcessGroup) -> Tensor:
-        ctx.mark_dirty(tensor)
+        if not torch.compiler.is_compiling():
+            ctx.mark_dirty(tensor)
         return all_reduce(tensor, group)
 
     @staticmethod

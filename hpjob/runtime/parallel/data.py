@@ -14,6 +14,9 @@ Gradients are summed, never averaged: the loss is already divided by the global 
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from typing import Protocol
+
 import torch
 from torch import nn
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
@@ -45,7 +48,13 @@ def shard_dim(local_shape: torch.Size, *, tp_dim: int | None, tp_even: bool, par
 
 
 def shard_stage(stage: DecoderStage, plan: Plan, mesh: Mesh) -> None:
-    """Apply FSDP2 to a stage on the meta device: one unit a decoder layer, one for the rest."""
+    """Apply FSDP2 to a stage on the meta device: one unit a decoder layer, one for the rest.
+
+    Without data parallelism there is nothing to shard or reduce, and the stage stays as it is: FSDP2 would copy
+    all weights and gradients once more on their way.
+    """
+    if not needs_fsdp(mesh):
+        return
     policy = MixedPrecisionPolicy(
         param_dtype=COMPUTE_DTYPE[plan.precision], reduce_dtype=torch.float32, cast_forward_inputs=False
     )
@@ -67,6 +76,11 @@ def shard_stage(stage: DecoderStage, plan: Plan, mesh: Mesh) -> None:
         unit.set_force_sum_reduction_for_comms(True)
 
 
+def needs_fsdp(mesh: Mesh) -> bool:
+    """Whether more than one rank shares these parameters beside the tensor-parallel group."""
+    return mesh.fsdp_mesh.size() > 1
+
+
 def parameter_shard_dim(parameter: nn.Parameter, parts: int) -> int:
     """Return the dim along which FSDP2 is to cut a parameter that is not sharded yet."""
     if not isinstance(parameter, DTensor):
@@ -82,22 +96,34 @@ def fsdp_units(stage: nn.Module) -> list[FSDPModule]:
     return [module for module in stage.modules() if isinstance(module, FSDPModule)]
 
 
+class CollectsGradient(Protocol):
+    """A parameter with a sum of gradients of its own."""
+
+    def collect_gradient(self) -> None:
+        """Add what the last backward pass left."""
+
+
 class GradientSync:
     """Tells the FSDP2 units of a stage before each backward pass whether to reduce and to reshard."""
 
-    def __init__(self, stage: nn.Module, plan: Plan) -> None:
+    def __init__(self, stage: nn.Module, plan: Plan, parameters: Sequence[CollectsGradient] = ()) -> None:
+        self._parameters = parameters
         self._units = fsdp_units(stage)
-        self._root = self._units[0]
         self._every = plan.zero_stage >= 2
         self._reshard_every = plan.zero_stage == 3
         self._last: bool | None = None
 
     def before_backward(self, *, last: bool) -> None:
         """Prepare for one backward pass; ``last`` = the stage's last of this step."""
-        if last is self._last:
+        if last is self._last or not self._units:
             return
         self._last = last
-        self._root.set_is_last_backward(last)
+        self._units[0].set_is_last_backward(last)
         for unit in self._units:
             unit.set_requires_gradient_sync(last or self._every, recurse=False)
             unit.set_reshard_after_backward(last or self._reshard_every, recurse=False)
+
+    def after_backward(self) -> None:
+        """Add the gradients of a backward pass to their sum in fp32, where FSDP2 does not."""
+        for parameter in self._parameters:
+            parameter.collect_gradient()

@@ -2,7 +2,7 @@
 
 A weight is a DTensor on the tensor-parallel mesh, which tells FSDP2 and checkpoints how it is cut;
 the arithmetic runs on its local tensor. The sum of input gradients belongs to the entry of the
-whole block (:func:`hpjob.runtime.parallel.collectives.copy_to_group`), so that q, k and v share one.
+whole block (:meth:`hpjob.runtime.parallel.tensor_region.TensorRegion.enter`), so that q, k and v share one.
 """
 
 from __future__ import annotations
@@ -13,8 +13,8 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
 
-from hpjob.runtime.parallel.collectives import reduce_from_group
 from hpjob.runtime.parallel.region import chunk_bounds
+from hpjob.runtime.parallel.tensor_region import TensorRegion
 
 
 def local_tensor(parameter: Tensor) -> Tensor:
@@ -64,17 +64,17 @@ class ColumnParallelLinear(nn.Module):
 
 
 class RowParallelLinear(nn.Module):
-    """``y = x W^T + b`` with the columns of W (input features) cut like x; y is summed over the group."""
+    """``y = x W^T + b`` with the columns of W (input features) cut like x; y leaves the region summed."""
 
-    def __init__(self, in_features: int, out_features: int, *, bias: bool, tp_mesh: DeviceMesh) -> None:
+    def __init__(self, in_features: int, out_features: int, *, bias: bool, region: TensorRegion) -> None:
         super().__init__()
-        self.group = tp_mesh.get_group()
-        self.weight = cut_parameter((out_features, in_features), 1, tp_mesh)
+        self.region = region
+        self.weight = cut_parameter((out_features, in_features), 1, region.mesh)
         self.bias = nn.Parameter(torch.empty(out_features, device="meta")) if bias else None
 
     def forward(self, inputs: Tensor) -> Tensor:
         """Map (..., this rank's chunk of in_features) to (..., out_features)."""
-        outputs = reduce_from_group(F.linear(inputs, local_tensor(self.weight)), self.group)
+        outputs = self.region.leave(F.linear(inputs, local_tensor(self.weight)))
         return outputs if self.bias is None else outputs + self.bias
 
 
@@ -82,7 +82,7 @@ class SharedHeadLinear(nn.Module):
     """A key or value projection with fewer heads than tensor-parallel ranks.
 
     Every rank stores all of W and computes the one head that its query heads read. Its gradient is
-    this rank's share only: :func:`hpjob.runtime.parallel.partial.sum_partial_gradients` adds them up.
+    this rank's share only: :func:`hpjob.runtime.optimizer.gradients.sum_gradients` adds them up.
 
     Args:
         in_features: Whole input width.

@@ -1,7 +1,7 @@
 """Embedding, head and cross entropy with the vocabulary cut over the tensor-parallel group.
 
-Any vocabulary size works: chunks are those of ``torch.chunk``, so a rank may hold a short or an
-empty one.
+Chunks are those of ``torch.chunk``: the vocabulary need not divide by the group's size, the last rank
+then holds a shorter chunk.
 """
 
 from __future__ import annotations
@@ -13,11 +13,11 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.autograd import Function
-from torch.distributed.device_mesh import DeviceMesh
 
-from hpjob.runtime.parallel.collectives import all_reduce, reduce_from_group
+from hpjob.runtime.parallel.collectives import all_reduce
 from hpjob.runtime.parallel.linear import cut_parameter, local_tensor
 from hpjob.runtime.parallel.region import chunk_bounds
+from hpjob.runtime.parallel.tensor_region import TensorRegion
 
 IGNORED_LABEL = -100
 """Label of a position that has no target; torch's and transformers' convention."""
@@ -26,23 +26,20 @@ IGNORED_LABEL = -100
 class VocabularyParallelEmbedding(nn.Module):
     """Token embedding; each rank looks up the tokens of its chunk, the sum over ranks is whole."""
 
-    def __init__(self, vocab_size: int, hidden_size: int, *, tp_mesh: DeviceMesh) -> None:
+    def __init__(self, vocab_size: int, hidden_size: int, *, region: TensorRegion) -> None:
         super().__init__()
-        self.group = tp_mesh.get_group()
-        self.begin, self.end = chunk_bounds(vocab_size, tp_mesh.size(), tp_mesh.get_local_rank())
-        self.weight = cut_parameter((vocab_size, hidden_size), 0, tp_mesh)
+        self.region = region
+        self.begin, self.end = chunk_bounds(vocab_size, region.size, region.rank)
+        self.weight = cut_parameter((vocab_size, hidden_size), 0, region.mesh)
 
     def forward(self, input_ids: Tensor) -> Tensor:
-        """Map token ids (batch, seq) to (batch, seq, hidden)."""
+        """Map token ids (batch, seq) to (batch, seq or this rank's part of it, hidden)."""
         weight = local_tensor(self.weight)
-        if self.group.size() == 1:
+        if self.region.size == 1:
             return F.embedding(input_ids, weight)
         elsewhere = (input_ids < self.begin) | (input_ids >= self.end)
-        if self.begin == self.end:
-            found = weight.new_zeros(*input_ids.shape, weight.shape[1]) + weight.sum()
-        else:
-            found = F.embedding((input_ids - self.begin).masked_fill(elsewhere, 0), weight)
-        return reduce_from_group(found.masked_fill(elsewhere.unsqueeze(-1), 0.0), self.group)
+        found = F.embedding((input_ids - self.begin).masked_fill(elsewhere, 0), weight)
+        return self.region.leave(found.masked_fill(elsewhere.unsqueeze(-1), 0.0))
 
 
 class _CrossEntropy(Function):
@@ -51,14 +48,12 @@ class _CrossEntropy(Function):
     @staticmethod
     def forward(ctx: Any, logits: Tensor, labels: Tensor, begin: int, group: dist.ProcessGroup) -> Tensor:
         values = logits.float()
-        size = values.shape[1]
-        top = values.amax(1) if size else values.new_full((len(values),), -torch.inf)
-        dist.all_reduce(top, op=dist.ReduceOp.MAX, group=group)
+        top = all_reduce(values.amax(1), group, "max")
         exponentials = (values - top.unsqueeze(1)).exp_()
         local = labels - begin
-        here = (local >= 0) & (local < size)
+        here = (local >= 0) & (local < values.shape[1])
         index = local.masked_fill(~here, 0).unsqueeze(1)
-        picked = values.gather(1, index).squeeze(1) - top if size else torch.zeros_like(top)
+        picked = values.gather(1, index).squeeze(1) - top
         sums = all_reduce(torch.stack([exponentials.sum(1), picked.masked_fill(~here, 0.0)]), group)
         valid = labels != IGNORED_LABEL
         ctx.save_for_backward(exponentials.div_(sums[0].unsqueeze(1)), index, here, valid)
@@ -70,8 +65,7 @@ class _CrossEntropy(Function):
         probabilities, index, here, valid = ctx.saved_tensors
         scale = gradient.masked_fill(~valid, 0.0).unsqueeze(1)
         out = probabilities * scale
-        if out.shape[1]:
-            out.scatter_add_(1, index, -scale * here.unsqueeze(1))
+        out.scatter_add_(1, index, -scale * here.unsqueeze(1))
         return out.to(ctx.dtype), None, None, None
 
 

@@ -21,6 +21,7 @@ _PARALLEL = (
     "sequence_parallelism_mode",
     "initial_scale",
     "cpu_offload",
+    "enable_jit_fused",
 )
 _PIPELINE = ("num_microbatches", "microbatch_size", "pp_style", "num_model_chunks", "layers_per_stage")
 _OPTIMIZER = ("lr", "max_norm", "weight_decay", "schedule", "warmup_steps")
@@ -57,7 +58,7 @@ class Case:
         return self.plan.degrees.world_size
 
 
-def parse_case(text: str, *, world: int, steps: int, model_type: str = "llama") -> Case:
+def parse_case(text: str, *, world: int | None, steps: int, model_type: str = "llama") -> Case:
     """Read a case.
 
     Args:
@@ -65,7 +66,7 @@ def parse_case(text: str, *, world: int, steps: int, model_type: str = "llama") 
             ``parallel`` section, ``num_microbatches``, ``microbatch_size``, ``layers_per_stage=3,5``,
             ``recompute``, ``every_kth_layer``, ``seq_length``, ``seed``, and any key of the recipe's ``model``
             and ``optimizer`` sections.
-        world: Processes to fill with data parallelism when there is no ``dp_size``.
+        world: Processes to fill with data parallelism when there is no ``dp_size``; None = dp 1 then.
         steps: Optimizer steps.
         model_type: Model family.
 
@@ -138,11 +139,13 @@ def _integers(value: object) -> tuple[int, ...] | None:
     return None if value is None else tuple(int(part) for part in str(value).split(","))
 
 
-def _degrees(values: Mapping[str, object], world: int) -> ParallelDegrees:
+def _degrees(values: Mapping[str, object], world: int | None) -> ParallelDegrees:
     sizes = {key.removesuffix("_size"): values.get(key, 1) for key in _DEGREES}
     degrees = parse(ParallelDegrees, sizes, source="case")
     if "dp_size" in values:
         return parse(ParallelDegrees, {**sizes, "dp": values["dp_size"]}, source="case")
+    if world is None:
+        return degrees
     if world % degrees.world_size:
         raise UserInputError(
             f"tp {degrees.tp} x pp {degrees.pp} x sp {degrees.sp} = {degrees.world_size} does not divide "

@@ -9,7 +9,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from hpjob.core.errors import HpjobError
 from hpjob.recipe.model import Precision
 from hpjob.runtime.parity.case import Case
 from hpjob.runtime.parity.reference import Trajectory
@@ -61,8 +60,7 @@ def compare_case(pool: ProcessPool, case: Case, reference: Trajectory, steps: in
     try:
         records: list[RankRecord] = pool.run(train_case, case, steps, broken, world=case.world)
     except WorkerError as error:
-        known = isinstance(error.error, HpjobError)
-        return Outcome(case.text, case.world, None, None, None, steps, False, str(error.error if known else error))
+        return Outcome(case.text, case.world, None, None, None, steps, False, error.refusal or str(error))
     gradients, _ = assemble(part for record in records for part in record.gradients)
     weights, differing = assemble(part for record in records for part in record.weights)
     loss_rel = max(_loss_difference(record.losses, reference.losses) for record in records)

@@ -30,9 +30,15 @@ def _mean_of_means() -> Any:
     return patch.object(engine.Engine, "_count_tokens", local_count)
 
 
+def _drop_partial_sum() -> Any:
+    """Leave out the sum of gradients of which several ranks have a share, such as a tied embedding's."""
+    return patch.object(engine, "sum_gradients", lambda *_: None)
+
+
 FAULTS: dict[str, Callable[[], Any]] = {
     "drop-tp-allreduce": _drop_tp_allreduce,
     "mean-of-means": _mean_of_means,
+    "drop-partial-sum": _drop_partial_sum,
 }
 
 

@@ -132,6 +132,7 @@ class PipelineExecutor:
         state.backwards_left -= 1
         state.sync.before_backward(last=state.backwards_left == 0)
         torch.autograd.backward(output, gradient)
+        state.sync.after_backward()
         if inputs is not None:
             if inputs.grad is None:
                 raise RuntimeError(f"no gradient reached the input of {action}")

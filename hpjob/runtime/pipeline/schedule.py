@@ -1,7 +1,8 @@
 """Pipeline schedules: for every rank the ordered list of what it computes.
 
-A schedule is a plain table, so it can be checked before any rank starts (:func:`validate`), printed
-and compared. Sends and receives follow from it and are not part of it.
+The orders are the planner's (:mod:`hpjob.plan.schedule`), so what it timed is what runs. A schedule is
+a plain table that can be checked before any rank starts (:func:`validate`), printed and compared. Sends
+and receives follow from it and are not part of it.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ from enum import StrEnum
 
 from hpjob.core.errors import UserInputError
 from hpjob.plan.model import Pipeline
+from hpjob.plan.schedule import Op, interleaved, one_f_one_b
 
 
 class Kind(StrEnum):
@@ -69,24 +71,42 @@ class Schedule:
 
 def _one_forward_one_backward(pipeline: Pipeline, pp_size: int) -> Schedule:
     count = pipeline.num_microbatches
-    tables = []
-    for rank in range(pp_size):
-        warm_up = min(pp_size - 1 - rank, count)
-        forwards = [Action(Kind.FORWARD, rank, m) for m in range(count)]
-        backwards = [Action(Kind.BACKWARD, rank, m) for m in range(count)]
-        steady = [action for pair in zip(forwards[warm_up:], backwards, strict=False) for action in pair]
-        tables.append((*forwards[:warm_up], *steady, *backwards[count - warm_up :]))
-    return Schedule(tuple(range(pp_size)), count, tuple(tables))
+    return _loop_schedule([one_f_one_b(pp_size, rank, count) for rank in range(pp_size)], 1, count)
 
 
-_BUILDERS: dict[str, Callable[[Pipeline, int], Schedule]] = {"1f1b": _one_forward_one_backward}
+def _interleaved(pipeline: Pipeline, pp_size: int) -> Schedule:
+    chunks, count = pipeline.num_model_chunks, pipeline.num_microbatches
+    if chunks < 2 or count % pp_size:
+        raise UserInputError(
+            f"interleaved with {chunks} model chunks, {count} microbatches and pp {pp_size}",
+            hint="it needs at least two num_model_chunks and num_microbatches that divide by pp",
+        )
+    return _loop_schedule([interleaved(pp_size, rank, chunks, count) for rank in range(pp_size)], chunks, count)
+
+
+def _loop_schedule(orders: Sequence[Sequence[Op]], chunks: int, num_microbatches: int) -> Schedule:
+    """Return the schedule of the planner's orders, with stage s on pipeline rank s mod pp."""
+    pp_size = len(orders)
+    tables = tuple(
+        tuple(Action(Kind(kind), chunk * pp_size + rank, microbatch) for kind, chunk, microbatch in order)
+        for rank, order in enumerate(orders)
+    )
+    return Schedule(tuple(stage % pp_size for stage in range(pp_size * chunks)), num_microbatches, tables)
+
+
+_BUILDERS: dict[str, Callable[[Pipeline, int], Schedule]] = {
+    "1f1b": _one_forward_one_backward,
+    "interleaved": _interleaved,
+}
+SCHEDULES = tuple(_BUILDERS)
+"""Pipeline styles that the runtime has."""
 
 
 def build_schedule(pipeline: Pipeline, pp_size: int) -> Schedule:
     """Return the checked schedule of a plan.
 
     Raises:
-        UserInputError: The runtime has no such style.
+        UserInputError: The runtime has no such style, or the style does not fit the numbers.
     """
     if pp_size == 1 and pipeline.num_model_chunks == 1:
         return _one_forward_one_backward(pipeline, 1)

@@ -1,8 +1,8 @@
 """Point-to-point messages between pipeline ranks.
 
-Each pair of ranks has one process group a direction and kind of tensor. A group then carries messages
-one way only, and NCCL, which runs a group's operations in the order they were given and knows no
-tags, cannot have a send and a receive wait for each other.
+A pipeline has one process group a direction and kind of tensor. Between two ranks a group then carries
+messages one way only, and NCCL, which runs a group's operations in the order they were given and
+knows no tags, cannot have a send and a receive wait for each other.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from torch import Tensor
 
 from hpjob.plan.model import Axis
 from hpjob.runtime.mesh import Mesh
-from hpjob.runtime.pipeline.schedule import Action, Channel, Message, Schedule, channels, message_of
+from hpjob.runtime.pipeline.schedule import Action, Channel, Kind, Message, Schedule, channels, message_of
 
 
 class Transport:
@@ -37,10 +37,11 @@ class Transport:
         self._ranks = mesh.ranks(Axis.PP)
         self._shape, self._dtype, self._device = shape, dtype, device
         self._channels = channels(schedule, self._rank)
-        self._groups = dict(_channel_groups(schedule, self._ranks))
+        self._groups = _direction_groups(schedule, mesh)
         self._unposted: dict[Channel, Iterator[Message]] = {}
         self._incoming: dict[Action, tuple[Tensor, dist.Work]] = {}
         self._outgoing: list[tuple[Tensor, dist.Work]] = []
+        self._connect()
 
     def begin_step(self) -> None:
         """Forget the last step's messages."""
@@ -56,7 +57,7 @@ class Transport:
         channel = (message.source, message.destination, action.kind)
         for earlier in self._unposted[channel]:
             buffer = torch.empty(self._shape, dtype=self._dtype, device=self._device)
-            work = dist.irecv(buffer, self._ranks[message.source], group=self._groups[channel])
+            work = dist.irecv(buffer, self._ranks[message.source], group=self._groups[_direction(channel)])
             self._incoming[earlier.made_by] = (buffer, _present(work))
             if earlier.made_by == action:
                 return
@@ -73,11 +74,26 @@ class Transport:
         message = message_of(self._schedule, action)
         if message is None:
             raise ValueError(f"the result of {action} stays on its rank")
-        group = self._groups[message.source, message.destination, action.kind]
+        group = self._groups[_direction((message.source, message.destination, action.kind))]
         tensor = tensor.contiguous()
         work = _present(dist.isend(tensor, self._ranks[message.destination], group=group))
         self._outgoing = [(kept, pending) for kept, pending in self._outgoing if not pending.is_completed()]
         self._outgoing.append((tensor, work))
+
+    def _connect(self) -> None:
+        """Send one element over every channel, in one order on all ranks.
+
+        NCCL makes the communicator of a pair with its first message and blocks both hosts until then;
+        within a step, where receives are posted ahead, that could be for ever.
+        """
+        device, ranks = self._device, self._ranks
+        for source, destination, kind in sorted(self._channels):
+            group = self._groups[_direction((source, destination, kind))]
+            element = torch.zeros(1, device=device)
+            if source == self._rank:
+                dist.send(element, ranks[destination], group=group)
+            else:
+                dist.recv(element, ranks[source], group=group)
 
     def end_step(self) -> None:
         """Wait until everything sent has left."""
@@ -86,15 +102,20 @@ class Transport:
         self._outgoing.clear()
 
 
-def _channel_groups(schedule: Schedule, ranks: list[int]) -> Iterator[tuple[Channel, dist.ProcessGroup]]:
-    """Make one two-rank group a channel, in the same order on every rank of the pipeline."""
-    names = {channel for rank in range(len(ranks)) for channel in channels(schedule, rank)}
-    mine = dist.get_rank()
-    for source, destination, kind in sorted(names):
-        members = [ranks[source], ranks[destination]]
-        if mine in members:
-            group = dist.new_group(sorted(members), use_local_synchronization=True)
-            yield (source, destination, kind), group
+Direction = tuple[bool, Kind]
+"""Whether messages go to a higher pipeline rank, and what they carry."""
+
+
+def _direction(channel: Channel) -> Direction:
+    source, destination, kind = channel
+    return destination > source, kind
+
+
+def _direction_groups(schedule: Schedule, mesh: Mesh) -> dict[Direction, dist.ProcessGroup]:
+    pp_size = mesh.size(Axis.PP)
+    directions = {_direction(channel) for rank in range(pp_size) for channel in channels(schedule, rank)}
+    groups = {direction: mesh.new_pipeline_group(range(pp_size)) for direction in sorted(directions)}
+    return {direction: group for direction, group in groups.items() if group is not None}
 
 
 def _present(work: dist.Work | None) -> dist.Work:

@@ -195,7 +195,7 @@ def attention_forward(  # noqa: PLR0913  (the signature is transformers')
 def attention_modules(module: nn.Module) -> Iterator[Any]:
     """Self-attention modules of transformers' decoder layers inside ``module``, itself included."""
     for candidate in module.modules():
-        if all(hasattr(candidate, name) for name in ("config", "scaling", "num_key_value_groups", "q_proj")):
+        if all(hasattr(candidate, name) for name in ("config", "scaling", "num_key_value_groups")):
             yield candidate
 
 
@@ -238,6 +238,7 @@ def describe_attention(module: nn.Module, dtype: torch.dtype, device: torch.devi
     """
     attention = next(attention_modules(module))
     kernel: AttentionKernel = getattr(attention, _KERNEL_ATTRIBUTE)
-    kv_heads = attention.k_proj.weight.shape[0] // attention.head_dim
-    q = torch.empty(1, kv_heads * attention.num_key_value_groups, 1, attention.head_dim, dtype=dtype, device=device)
-    return f"{kernel.name}: {kernel.describe(q, q[:, :kv_heads], needs_bias=needs_bias)}"
+    heads = attention.config.num_attention_heads
+    q = torch.empty(1, heads, 1, attention.head_dim, dtype=dtype, device=device)
+    k = q[:, : heads // attention.num_key_value_groups]
+    return f"{kernel.name}: {kernel.describe(q, k, needs_bias=needs_bias)}"

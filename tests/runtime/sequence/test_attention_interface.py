@@ -7,83 +7,26 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from attention_reference import relative_error
-from torch.utils.checkpoint import checkpoint
 
 from hpjob.core.errors import UserInputError
 from hpjob.runtime.sequence.attention_interface import (
     LocalAttentionKernel,
-    RingAttentionKernel,
-    UlyssesAttentionKernel,
     describe_attention,
     install_attention,
 )
-from hpjob.runtime.sequence.ring import Ring
-from hpjob.runtime.sequence.zigzag import zigzag_split
 from tests.runtime.gloo_pool import GlooPool
+from tests.runtime.sequence.attention_reference import relative_error
+from tests.runtime.sequence.decoder_layers import (
+    BATCH,
+    LENGTH,
+    build_model,
+    make_kernel,
+    run_layers,
+    take,
+    whole_sequence,
+)
 
-BATCH, LENGTH = 2, 24
 FAMILIES = ["llama", "mistral", "qwen2", "qwen3", "gemma"]
-
-
-def build_model(family: str, **changes: Any) -> Any:
-    from transformers import AutoConfig, AutoModel
-
-    settings: dict[str, Any] = {
-        "hidden_size": 32,
-        "intermediate_size": 48,
-        "num_hidden_layers": 2,
-        "num_attention_heads": 4,
-        "num_key_value_heads": 2,
-        "head_dim": 8,
-        "vocab_size": 50,
-        "use_cache": False,
-        **changes,
-    }
-    torch.manual_seed(1)
-    return AutoModel.from_config(AutoConfig.for_model(family, **settings), attn_implementation="eager")
-
-
-def run_layers(model: Any, hidden: torch.Tensor, position_ids: torch.Tensor, recompute: bool, **extra: Any) -> Any:
-    """The decoder layers with explicit positions, as a pipeline stage calls them."""
-    rotary = model.rotary_emb(hidden, position_ids=position_ids)
-    for layer in model.layers:
-
-        def call(value: torch.Tensor, layer: Any = layer) -> torch.Tensor:
-            return layer(
-                value,
-                attention_mask=None,
-                position_ids=position_ids,
-                position_embeddings=rotary,
-                use_cache=False,
-                **extra,
-            )
-
-        hidden = checkpoint(call, hidden, use_reentrant=False) if recompute else call(hidden)
-    return hidden
-
-
-def whole_sequence(model: Any, hidden: torch.Tensor, allowed: torch.Tensor) -> torch.Tensor:
-    """The same layers in eager attention with a mask."""
-    position_ids = torch.arange(LENGTH)[None].expand(BATCH, -1)
-    rotary = model.rotary_emb(hidden, position_ids=position_ids)
-    mask = torch.zeros(allowed.shape).masked_fill(~allowed, -torch.inf)
-    for layer in model.layers:
-        hidden = layer(hidden, attention_mask=mask, position_embeddings=rotary, use_cache=False)
-    return hidden
-
-
-def make_kernel(mode: str, group: dist.ProcessGroup) -> Any:
-    if mode == "ring_attn":
-        return RingAttentionKernel(Ring(group=group))
-    return UlyssesAttentionKernel(group) if mode == "all_to_all" else LocalAttentionKernel()
-
-
-def take(mode: str, tensor: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
-    rank, size = dist.get_rank(group), dist.get_world_size(group)
-    if mode == "ring_attn":
-        return zigzag_split(tensor, rank, size)
-    return tensor if mode == "sdpa" else tensor.chunk(size, dim=1)[rank].contiguous()
 
 
 def errors_of_layers(
@@ -161,6 +104,24 @@ def test_kernel_is_reported() -> None:
     assert text == "sdpa: cpu flash SDPA (tensors on the CPU)"
 
 
+def descriptions(group: dist.ProcessGroup) -> list[str]:
+    texts = []
+    for mode in ("ring_attn", "all_to_all"):
+        model = build_model("llama")
+        install_attention(model, make_kernel(mode, group))
+        assert model.config._attn_implementation == f"hpjob_{mode}"
+        texts.append(describe_attention(model, torch.bfloat16, torch.device("cpu")))
+    return texts
+
+
+def test_sequence_parallel_kernels_are_reported(pool: GlooPool) -> None:
+    inside = "cpu flash SDPA (tensors on the CPU)"
+    assert pool.run(descriptions, 2)[0] == [
+        f"ring_attn: zigzag ring over 2 ranks, {inside}",
+        f"all_to_all: all-to-all over 2 ranks, {inside}",
+    ]
+
+
 def test_two_models_keep_their_own_kernels() -> None:
     first, second = build_model("llama"), build_model("llama")
     kernels = LocalAttentionKernel(), LocalAttentionKernel()
@@ -209,3 +170,27 @@ def test_a_layer_compiles_without_a_graph_break() -> None:
     layer.compile(fullgraph=True, backend="eager")
     for actual, wanted in zip(output_and_gradient(), expected, strict=True):
         assert relative_error(actual, wanted) <= 1e-6
+
+
+def errors_of_compiled_layer(group: dist.ProcessGroup, mode: str, fullgraph: bool) -> list[float]:
+    """A compiled layer against the same layer not compiled: output and input gradient."""
+    model = build_model("llama")
+    install_attention(model, make_kernel(mode, group))
+    layer = model.layers[0]
+    whole = torch.randn(BATCH, LENGTH, 32, generator=torch.Generator().manual_seed(2))
+    positions = take(mode, torch.arange(LENGTH)[None].expand(BATCH, -1), group)
+
+    def output_and_gradient() -> tuple[torch.Tensor, torch.Tensor]:
+        hidden = take(mode, whole, group).clone().requires_grad_()
+        rotary = model.rotary_emb(hidden, position_ids=positions)
+        out = layer(hidden, attention_mask=None, position_embeddings=rotary, use_cache=False)
+        return out.detach(), torch.autograd.grad(out.square().sum(), hidden)[0]
+
+    expected = output_and_gradient()
+    layer.compile(fullgraph=fullgraph, backend="eager")
+    return [relative_error(a, e) for a, e in zip(output_and_gradient(), expected, strict=True)]
+
+
+@pytest.mark.parametrize(("mode", "fullgraph"), [("all_to_all", True), ("ring_attn", False)])
+def test_layers_compile_with_their_messages(pool: GlooPool, mode: str, fullgraph: bool) -> None:
+    assert max(max(errors) for errors in pool.run(errors_of_compiled_layer, 2, mode, fullgraph)) <= 1e-6

@@ -1,0 +1,128 @@
+"""Tokens per second and GPU of every layout beside one GPU, and beside the planner's prediction."""
+
+from __future__ import annotations
+
+import argparse
+import time
+from collections.abc import Iterator, Mapping
+from statistics import median
+from typing import Any
+
+from benchmarks.measure import measure_layout
+from benchmarks.workload import LLAMA_7B, PEAK_TFLOPS, TINY, flops_per_token, work_case
+from hpjob.core.errors import HpjobError
+from hpjob.plan.hardware import Hardware, hardware_of
+from hpjob.plan.legality import layout_of
+from hpjob.plan.memory import worst_total_gib
+from hpjob.plan.model import Plan
+from hpjob.plan.shape import shape_of
+from hpjob.plan.step_time import StepModel
+from hpjob.runtime.parity.case import Case
+from hpjob.runtime.process_pool import ProcessPool, WorkerError
+from hpjob.runtime.support import unsupported
+from hpjob.topology.load import load_machine
+
+_MICROBATCH_TOKENS = 8192
+_PIPELINE_MICROBATCHES = 16
+_LONG = 32768
+"""From this length on layers are recomputed, every second one: one GPU could not hold them otherwise."""
+
+
+def speed(
+    pool: ProcessPool, options: argparse.Namespace, layouts: Mapping[str, str], deadline: float
+) -> Iterator[dict[str, Any]]:
+    """Yield one record a layout and sequence; ``one GPU`` comes first and again at the end of each sequence."""
+    for seq in options.sequences:
+        bases: dict[int, float] = {}
+        for name, text in {**layouts, "one GPU, again": ""}.items():
+            if time.monotonic() > deadline:
+                yield {"layout": name, "seq": seq, "skipped": "out of time"}
+                continue
+            case, tokens = _case(text, seq, options)
+            reasons = unsupported(case.plan, case.recipe)
+            if reasons:
+                yield {"layout": name, "seq": seq, "refused": reasons}
+                continue
+            if tokens not in bases:
+                base = _measured(pool, "one GPU", _case("", seq, options, tokens)[0], options)
+                bases[tokens] = base.get("tokens_per_s_per_gpu", float("nan"))
+                yield base
+            record = _measured(pool, name, case, options)
+            if "tokens_per_s_per_gpu" in record:
+                record["of_one_gpu"] = record["tokens_per_s_per_gpu"] / bases[tokens]
+                record |= _bound(case.plan)
+            yield record
+
+
+def _case(text: str, seq: int, options: argparse.Namespace, tokens_per_gpu: int | None = None) -> tuple[Case, int]:
+    """Return a layout at a sequence length, and its tokens per GPU and step."""
+    shape = TINY if options.tiny else LLAMA_7B
+    world = options.gpus if text else 1
+    settings: dict[str, object] = {"num_hidden_layers": options.layers, "seq_length": seq, "precision": "bf16"}
+    if seq >= _LONG:
+        settings |= {"recompute": "full", "every_kth_layer": 2}
+    layout = text or "zero_stage=0"
+    degrees = work_case(layout, shape, settings, world=world).plan.degrees
+    tokens = tokens_per_gpu or options.tokens_per_gpu
+    if degrees.pp > 1:
+        # Enough microbatches to fill the pipeline; the base gets as many tokens.
+        wanted = _PIPELINE_MICROBATCHES if seq < _LONG else 2
+        tokens = max(tokens, wanted * seq * degrees.dp // world)
+    sequences = tokens * world // seq // degrees.dp
+    size = max(_MICROBATCH_TOKENS, seq) * degrees.tp * degrees.sp // seq
+    if degrees.pp > 1:
+        size = max(1, sequences // _PIPELINE_MICROBATCHES)
+    size = max(1, min(size, sequences))
+    settings |= {"microbatch_size": size, "num_microbatches": max(1, sequences // size)}
+    return work_case(layout, shape, settings, world=world), tokens
+
+
+def _measured(pool: ProcessPool, name: str, case: Case, options: argparse.Namespace) -> dict[str, Any]:
+    plan = case.plan
+    record: dict[str, Any] = {"layout": name, "seq": plan.seq_length, "plan": plan.summary, "recompute": plan.recompute}
+    try:
+        ranks = pool.run(measure_layout, case, 2, options.steps, world=case.world)
+    except (WorkerError, HpjobError) as error:
+        return record | {"failed": str(error)[-1500:]}
+    # The slowest rank decides a step.
+    steps = [max(seconds) for seconds in zip(*(rank["step_s"] for rank in ranks), strict=True)]
+    step_s = median(steps)
+    tokens = plan.global_batch_size * plan.seq_length / case.world
+    tflops = tokens / step_s * flops_per_token(case) / 1e12
+    record |= {
+        "tokens_per_gpu": tokens,
+        "step_s": steps,
+        "tokens_per_s_per_gpu": tokens / step_s,
+        "tflops": tflops,
+        "mfu": tflops / PEAK_TFLOPS,
+        "peak_allocated_gib": [rank.get("peak_allocated_gib") for rank in ranks],
+        "peak_reserved_gib": [rank.get("peak_reserved_gib") for rank in ranks],
+        "first_step_s": ranks[0]["first_step_s"],
+        "build_s": ranks[0]["build_s"],
+        "loss": ranks[0]["loss"],
+    }
+    return record | _prediction(case, step_s)
+
+
+def _prediction(case: Case, step_s: float) -> dict[str, Any]:
+    """Return what the planner says of this layout on this kind of machine."""
+    shape = shape_of(case.recipe.model)
+    hardware: Hardware = hardware_of(load_machine("hgx-h200"), max(2, case.world))
+    layout = layout_of(case.plan)
+    time_ = StepModel(shape, hardware).step(layout)
+    return {
+        "predicted_s": time_.step,
+        "predicted_error": time_.step / step_s - 1,
+        "predicted_gib": worst_total_gib(shape, layout),
+    }
+
+
+def _bound(plan: Plan) -> dict[str, float]:
+    """Return the share of one GPU's speed that a pipeline's fill and drain leave with equal stages."""
+    degrees, pipeline = plan.degrees, plan.pipeline
+    if degrees.pp == 1:
+        return {}
+    idle = (degrees.pp - 1) / (1 if pipeline.style == "1f1b" else pipeline.num_model_chunks)
+    if pipeline.style == "zbv":
+        idle = 0.0
+    return {"schedule_bound": pipeline.num_microbatches / (pipeline.num_microbatches + idle)}

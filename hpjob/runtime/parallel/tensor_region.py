@@ -1,0 +1,50 @@
+"""The two edges of a tensor-parallel region, with or without the sequence split outside of it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+
+from hpjob.runtime.parallel.collectives import copy_to_group, reduce_from_group
+from hpjob.runtime.sequence.split_gather import gather_sequence, reduce_scatter_sequence
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class TensorRegion:
+    """How activations enter and leave layers that are cut over the tensor-parallel group.
+
+    Attributes:
+        mesh: The tensor-parallel axis.
+        splits_sequence: Outside the region each rank holds one part of the sequence (``split_gather``) instead
+            of a copy of all of it. Parameters used there then get this rank's share of their gradient only.
+    """
+
+    mesh: DeviceMesh
+    splits_sequence: bool = False
+
+    @property
+    def group(self) -> dist.ProcessGroup:
+        return self.mesh.get_group()
+
+    @property
+    def size(self) -> int:
+        return int(self.mesh.size())
+
+    @property
+    def rank(self) -> int:
+        return int(self.mesh.get_local_rank())
+
+    def enter(self, hidden: Tensor) -> Tensor:
+        """Give every rank the whole sequence; backward, sum what the ranks send back."""
+        if self.splits_sequence and self.size > 1:
+            return gather_sequence(hidden, self.group)
+        return copy_to_group(hidden, self.group)
+
+    def leave(self, partial: Tensor) -> Tensor:
+        """Sum over the ranks, (batch, seq, width), and keep all of it or this rank's part of the sequence."""
+        if self.splits_sequence and self.size > 1:
+            return reduce_scatter_sequence(partial, self.group)
+        return reduce_from_group(partial, self.group)

@@ -1,0 +1,40 @@
+"""Ranks that are started once for all engine tests, and parity cases run on them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+
+import pytest
+
+pytest.importorskip("torch", reason="the runtime's tests need the [train] extra")
+pytest.importorskip("transformers", reason="the runtime's tests need the [train] extra")
+
+from hpjob.runtime.parity.case import parse_case
+from hpjob.runtime.parity.compare import Outcome, compare_case
+from hpjob.runtime.parity.reference import Trajectory, train_reference
+from hpjob.runtime.process_pool import ProcessPool
+
+STEPS = 3
+SMALL = "num_hidden_layers=4 hidden_size=32 intermediate_size=48 vocab_size=96 seq_length=16"
+
+
+@pytest.fixture(scope="session")
+def pool() -> Iterator[ProcessPool]:
+    with ProcessPool(8, timeout_s=120) as started:
+        yield started
+
+
+@pytest.fixture(scope="session")
+def parity(pool: ProcessPool) -> Callable[..., Outcome]:
+    """Run a parity case of the small model; one-process references are kept."""
+    references: dict[str, Trajectory] = {}
+
+    def run(text: str, *, broken: str | None = None, precision: str = "fp32") -> Outcome:
+        case = parse_case(f"{SMALL} precision={precision} {text}", world=None, steps=STEPS)
+        recipe = case.recipe
+        key = repr((recipe.model, recipe.data, recipe.training, recipe.optimizer, precision))
+        if key not in references:
+            references[key] = train_reference(recipe, STEPS)
+        return compare_case(pool, case, references[key], STEPS, broken)
+
+    return run

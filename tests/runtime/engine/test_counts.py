@@ -1,0 +1,118 @@
+"""What is counted: collectives, layer forwards, attention forwards, moments of synchronisation."""
+
+from __future__ import annotations
+
+from collections import Counter
+from contextlib import ExitStack
+from typing import Any
+from unittest.mock import patch
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from hpjob.runtime.engine import Engine
+from hpjob.runtime.mesh import build_mesh
+from hpjob.runtime.model import attention
+from hpjob.runtime.parity.case import Case, parse_case
+from hpjob.runtime.parity.data import global_batch, rank_batch
+from hpjob.runtime.process_pool import ProcessPool
+
+pytestmark = pytest.mark.distributed
+
+SMALL = "hidden_size=32 intermediate_size=48 vocab_size=96 seq_length=16 precision=fp32"
+# Names differ between torch versions; FSDP2 calls one of each kind.
+COLLECTIVES = {
+    "all_reduce": "all_reduce",
+    "all_gather_into_tensor": "all_gather",
+    "all_gather_single": "all_gather",
+    "reduce_scatter_tensor": "reduce_scatter",
+    "reduce_scatter_single": "reduce_scatter",
+}
+
+
+def case(text: str, *, layers: int = 4) -> Case:
+    return parse_case(f"{SMALL} num_hidden_layers={layers} {text}", world=None, steps=4)
+
+
+def count_step(case: Case) -> Counter[str]:
+    """Count what happens in the second step; the first one also sets things up."""
+    mesh = build_mesh(case.plan, "cpu")
+    engine = Engine(case.plan, case.recipe, mesh, torch.device("cpu"))
+    counts: Counter[str] = Counter()
+
+    def counted(name: str, function: Any) -> Any:
+        def call(*args: Any, **kwargs: Any) -> Any:
+            counts[name] += 1
+            return function(*args, **kwargs)
+
+        return call
+
+    batch = rank_batch(global_batch(case.recipe, 1), mesh.dp_rank, mesh.dp_size)
+    engine.train_step(batch, 1)
+    for stage in engine.stages:
+        for number, layer in zip(stage.part.layers, stage.decoder_layers, strict=True):
+            layer.get_submodule("mlp").register_forward_pre_hook(
+                lambda *_, name=f"layer {number}": counts.update([name])
+            )
+    with ExitStack() as patches:
+        sdpa = counted("attention", attention.sdpa_attention_forward)
+        patches.enter_context(patch.object(attention, "sdpa_attention_forward", sdpa))
+        for name, kind in COLLECTIVES.items():
+            if hasattr(dist, name):
+                patches.enter_context(patch.object(dist, name, counted(kind, getattr(dist, name))))
+        engine.train_step(batch, 2)
+    return counts
+
+
+def counts_of(pool: ProcessPool, text: str, *, layers: int = 4) -> Counter[str]:
+    chosen = case(text, layers=layers)
+    result: Counter[str] = pool.run(count_step, chosen, world=chosen.world)[0]
+    return result
+
+
+def test_a_layer_needs_two_sums_forward_and_two_backward(pool: ProcessPool) -> None:
+    few = counts_of(pool, "tp_size=2 num_microbatches=3", layers=1)["all_reduce"]
+    many = counts_of(pool, "tp_size=2 num_microbatches=3", layers=3)["all_reduce"]
+    assert many - few == 2 * 3 * 4
+
+
+def test_shared_key_value_heads_cost_one_sum_a_step(pool: ProcessPool) -> None:
+    cut = counts_of(pool, "tp_size=4 num_key_value_heads=4 num_microbatches=3")["all_reduce"]
+    shared = counts_of(pool, "tp_size=4 num_key_value_heads=2 num_microbatches=3")["all_reduce"]
+    assert shared - cut == 1
+
+
+@pytest.mark.parametrize(
+    ("recompute", "forwards", "attentions"),
+    [
+        ("none", [3, 3, 3, 3], 12),
+        ("full", [6, 6, 6, 6], 24),
+        ("full every_kth_layer=2", [6, 3, 6, 3], 18),
+        ("selective", [3, 3, 3, 3], 24),
+    ],
+)
+@pytest.mark.parametrize("zero_stage", [1, 3])
+def test_recomputation(
+    pool: ProcessPool, recompute: str, forwards: list[int], attentions: int, zero_stage: int
+) -> None:
+    counts = counts_of(pool, f"dp_size=2 recompute={recompute} zero_stage={zero_stage} num_microbatches=3")
+    assert [counts[f"layer {number}"] for number in range(4)] == forwards
+    assert counts["attention"] == attentions
+
+
+# FSDP2 units: four layers and the rest; three microbatches. Two all-reduces a step are ours (tokens, figures).
+@pytest.mark.parametrize(
+    ("zero_stage", "gathers", "scatters", "sums"),
+    [(1, 5, 5, 2), (2, 5, 15, 2), (3, 5 * 3 * 2, 15, 2)],
+)
+def test_zero_stages(pool: ProcessPool, zero_stage: int, gathers: int, scatters: int, sums: int) -> None:
+    counts = counts_of(pool, f"dp_size=2 zero_stage={zero_stage} num_microbatches=3")
+    assert counts["reduce_scatter"] == scatters
+    assert counts["all_reduce"] == sums
+    assert counts["all_gather"] == gathers
+
+
+def test_zero_0_reduces_each_unit_once(pool: ProcessPool) -> None:
+    counts = counts_of(pool, "dp_size=2 zero_stage=0 num_microbatches=3")
+    assert counts["all_reduce"] == 5 + 2

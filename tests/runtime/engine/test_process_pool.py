@@ -1,0 +1,59 @@
+"""Workers that are reused, and what happens when one fails."""
+
+from __future__ import annotations
+
+import os
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from hpjob.core.errors import UserInputError
+from hpjob.runtime.process_pool import ProcessPool, WorkerError
+
+pytestmark = pytest.mark.distributed
+
+
+def sum_of_ranks() -> tuple[int, int]:
+    total = torch.tensor(dist.get_rank())
+    dist.all_reduce(total)
+    return int(total), os.getpid()
+
+
+def fail_on(rank: int) -> None:
+    if dist.get_rank() == rank:
+        raise UserInputError("no such thing", hint="try another")
+    dist.barrier()
+
+
+def die_on(rank: int) -> None:
+    if dist.get_rank() == rank:
+        os._exit(7)
+    dist.barrier()
+
+
+def test_worlds_of_different_size_reuse_the_processes(pool: ProcessPool) -> None:
+    three = pool.run(sum_of_ranks, world=3)
+    two = pool.run(sum_of_ranks, world=2)
+    assert [total for total, _ in three] == [3, 3, 3]
+    assert [total for total, _ in two] == [1, 1]
+    assert [pid for _, pid in two] == [pid for _, pid in three[:2]]
+
+
+def test_a_failure_names_its_rank_and_the_next_job_runs() -> None:
+    with ProcessPool(2, timeout_s=60) as own:
+        with pytest.raises(WorkerError, match="no such thing") as caught:
+            own.run(fail_on, 1, world=2)
+        assert caught.value.rank == 1
+        assert caught.value.refusal == "no such thing"
+        assert [total for total, _ in own.run(sum_of_ranks, world=2)] == [1, 1]
+
+
+def test_a_dead_worker_is_reported() -> None:
+    with ProcessPool(2, timeout_s=60) as own, pytest.raises(WorkerError, match="ended with code 7"):
+        own.run(die_on, 1, world=2)
+
+
+def test_a_world_larger_than_the_pool_is_refused(pool: ProcessPool) -> None:
+    with pytest.raises(ValueError, match="does not fit"):
+        pool.run(sum_of_ranks, world=9)

@@ -1,0 +1,90 @@
+"""Pipeline schedules as tables."""
+
+from __future__ import annotations
+
+import pytest
+
+from hpjob.core.errors import UserInputError
+from hpjob.plan.model import Pipeline
+from hpjob.runtime.pipeline.schedule import Action, Kind, Schedule, build_schedule, channels, validate
+
+
+def pipeline(num_microbatches: int, stages: int, style: str = "1f1b", chunks: int = 1) -> Pipeline:
+    return Pipeline(
+        style=style,  # type: ignore[arg-type]
+        num_model_chunks=chunks,
+        num_microbatches=num_microbatches,
+        microbatch_size=1,
+        layers_per_stage=(1,) * stages,
+    )
+
+
+def most_in_flight(table: tuple[Action, ...]) -> int:
+    live = peak = 0
+    for action in table:
+        live += 1 if action.kind is Kind.FORWARD else -1
+        peak = max(peak, live)
+    return peak
+
+
+def test_1f1b_order() -> None:
+    schedule = build_schedule(pipeline(3, 2), 2)
+    assert " ".join(map(str, schedule.actions[0])) == "0F0 0F1 0B0 0F2 0B1 0B2"
+    assert " ".join(map(str, schedule.actions[1])) == "1F0 1B0 1F1 1B1 1F2 1B2"
+
+
+@pytest.mark.parametrize("pp_size", [1, 2, 3, 4, 8])
+@pytest.mark.parametrize("num_microbatches", [1, 2, 4, 9])
+def test_1f1b_is_valid_and_holds_as_few_microbatches_as_it_can(pp_size: int, num_microbatches: int) -> None:
+    schedule = build_schedule(pipeline(num_microbatches, pp_size), pp_size)
+    validate(schedule)
+    for rank, table in enumerate(schedule.actions):
+        assert most_in_flight(table) == min(pp_size - rank, num_microbatches)
+
+
+@pytest.mark.parametrize(("pp_size", "chunks", "rounds"), [(2, 2, 1), (2, 3, 2), (4, 2, 2), (3, 4, 3)])
+def test_interleaved(pp_size: int, chunks: int, rounds: int) -> None:
+    count = pp_size * rounds
+    schedule = build_schedule(pipeline(count, pp_size * chunks, "interleaved", chunks), pp_size)
+    validate(schedule)
+    assert schedule.stages_of(1) == [1 + chunk * pp_size for chunk in range(chunks)]
+    for rank, table in enumerate(schedule.actions):
+        warm_up = 2 * (pp_size - 1 - rank) + (chunks - 1) * pp_size
+        assert most_in_flight(table) == min(warm_up + 1, count * chunks)
+
+
+def test_interleaved_needs_whole_rounds() -> None:
+    with pytest.raises(UserInputError, match="3 microbatches and pp 2"):
+        build_schedule(pipeline(3, 4, "interleaved", 2), 2)
+
+
+def test_without_pipeline_every_backward_follows_its_forward() -> None:
+    schedule = build_schedule(pipeline(2, 1), 1)
+    assert " ".join(map(str, schedule.actions[0])) == "0F0 0B0 0F1 0B1"
+
+
+def test_a_deadlock_is_found() -> None:
+    good = build_schedule(pipeline(2, 2), 2)
+    first, second = good.actions
+    waits_for_itself = Schedule(good.stage_rank, 2, ((first[-1], *first[:-1]), second))
+    with pytest.raises(ValueError, match="deadlocks at 0B1, 1F0"):
+        validate(waits_for_itself)
+
+
+def test_a_missing_action_is_found() -> None:
+    good = build_schedule(pipeline(2, 2), 2)
+    with pytest.raises(ValueError, match="exactly once"):
+        validate(Schedule(good.stage_rank, 2, (good.actions[0][:-1], good.actions[1])))
+
+
+def test_messages_go_to_neighbours_in_the_senders_order() -> None:
+    schedule = build_schedule(pipeline(4, 3), 3)
+    found = channels(schedule, 1)
+    assert set(found) == {(0, 1, Kind.FORWARD), (1, 2, Kind.FORWARD), (2, 1, Kind.BACKWARD), (1, 0, Kind.BACKWARD)}
+    for messages in found.values():
+        assert [message.made_by.microbatch for message in messages] == [0, 1, 2, 3]
+
+
+def test_an_unknown_style_is_refused() -> None:
+    with pytest.raises(UserInputError, match="no pipeline schedule 'zbv'"):
+        build_schedule(pipeline(4, 2, "zbv"), 2)
