@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -11,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from hpjob.cli.app import main
+from tests.support.corpus import write_corpus
 from tests.support.fake_slurm import FakeSlurm, install
 
 Cli = Callable[..., "Result"]
@@ -49,15 +49,3 @@ def cli(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureF
         return Result(code if isinstance(code, int) else 1, captured.out, captured.err)
 
     return run
-
-
-def write_corpus(folder: Path, num_tokens: int = 10_000) -> None:
-    """Write token files that pass the check before submission."""
-    folder.mkdir()
-    (folder / "tokens.bin").write_bytes(b"\1\0" * num_tokens)
-    meta = {
-        "version": 1, "dtype": "uint16", "num_tokens": num_tokens, "num_documents": 1, "vocab_size": 1024,
-        "eos_token": "<eos>", "eos_token_id": 0, "sources": [], "source_bytes": 0, "source_sha256": "", "settings": {},
-        "tokens_sha256": "", "tokenizer_sha256": "",
-    }  # fmt: skip
-    (folder / "meta.json").write_text(json.dumps(meta), encoding="utf-8")

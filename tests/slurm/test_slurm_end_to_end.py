@@ -192,3 +192,14 @@ def test_a_plan_for_other_nodes_than_slurm_gives(start: Start, slurm: SlurmSandb
     second = run.attempt(1)
     assert second.hosts.read_text().split() == [second.hosts.read_text().split()[0]] * 4
     assert run.finished.exists()
+
+
+def test_a_job_queued_again_by_hand_goes_on(start: Start, slurm: SlurmSandbox) -> None:
+    """Slurm has queued it already when the script asks: no failure, and no cancelled job either."""
+    run = start(steps=100, step_s=0.1)
+    wait_until_training(run)
+    slurm.run("scontrol", "requeue", job_id(run))
+    wait_for(lambda: len(run.attempt_list()) == 2, "the second attempt has begun", timeout=180)
+    wait_until_ended(run)
+    assert run.finished.exists()
+    assert decision(run.attempt(0)) == "requeue"
