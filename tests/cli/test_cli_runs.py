@@ -113,6 +113,9 @@ def test_logs_name_the_first_failing_rank_first_and_end_with_its_traceback(
     assert lines[0] == "rank 5 on n2 failed first: ValueError: the loss is not finite"
     assert "rank 5 line 99" in lines and "rank 5 line 96" not in lines
     assert lines[-1] == "ValueError: the loss is not finite"
+    document = json.loads(cli("logs", "--json", "--lines", "2").out)
+    assert (document["rank"], document["first_failure"]["rank"]) == (5, 5)
+    assert document["lines"] == ["rank 5 line 98", "rank 5 line 99"]
 
 
 def test_logs_of_one_rank_and_attempt(cli: Cli, run: RunDir) -> None:
