@@ -24,7 +24,8 @@ from hpjob.plan.model import Plan
 CORPUS = Path("corpus/python-library")
 CORPUS_MB = 8
 RUNS = Path("runs")
-TIME_LIMIT_S = 900.0
+TIME_LIMIT_S = 1200.0
+LEAST_FALL = 0.5  # nats; an untrained model stays within 0.1
 SPARKS = "▁▂▃▄▅▆▇█"
 
 
@@ -141,7 +142,7 @@ def check(run: Run, total_steps: int) -> bool:
         ("saved and left when told to stop", [kind for kind, _ in outcomes] == ["preempted", "finished"]),
         ("went on at the very next step", bool(resumed) and resumed[0] == outcomes[0][1] + 1),
         (f"steps 1 to {total_steps}, none twice, none missing", steps == list(range(1, total_steps + 1))),
-        (f"loss fell from {begin:.3f} to {end:.3f}", end < 0.8 * begin),
+        (f"loss fell from {begin:.3f} to {end:.3f}", end < begin - LEAST_FALL),
         ("finished, by `hpjob status`", status(run)["state"] == "finished"),
     ]
     print()
