@@ -53,7 +53,9 @@ def parse(model: type[ModelT], document: object, *, source: str) -> ModelT:
 
 def nearest(word: str, choices: Iterable[str]) -> str | None:
     """Return the choice that ``word`` was most likely meant to be, or None."""
-    matches = difflib.get_close_matches(word, list(choices), n=1, cutoff=0.6)
+    known = list(choices)
+    longer = sorted(choice for choice in known if word and choice.startswith(word))
+    matches = longer or difflib.get_close_matches(word, known, n=1, cutoff=0.6)
     return matches[0] if matches else None
 
 

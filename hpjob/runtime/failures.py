@@ -18,7 +18,7 @@ from dataclasses import asdict
 from typing import NoReturn
 
 from hpjob.core.errors import EnvironmentProblemError, ExitCode, HpjobError
-from hpjob.core.run_records import Failure, FailureKind, Outcome, write_json
+from hpjob.core.run_records import Failure, FailureKind, Outcome, first_failure, read_failures, write_json
 from hpjob.runtime.rank import Rank
 
 log = logging.getLogger(__name__)
@@ -69,11 +69,13 @@ class FailureReporter:
     def leave(self, error: BaseException) -> NoReturn:
         """Report an exception of the main thread and end the process."""
         text = "".join(traceback.format_exception(error))
-        message = f"{error.message} (hint: {error.hint})" if isinstance(error, HpjobError) else str(error)
-        log.error("rank %d on %s failed\n%s", self.rank.rank, self.rank.node, text.rstrip())
-        code = error.exit_code if isinstance(error, HpjobError) else ExitCode.BUG
-        if isinstance(error, KeyboardInterrupt):
+        message, shown, code = str(error), text.rstrip(), ExitCode.BUG
+        if isinstance(error, HpjobError):
+            message, code = f"{error.message} (hint: {error.hint})", error.exit_code
+            shown = f"error: {error.message}\nhint: {error.hint}"
+        elif isinstance(error, KeyboardInterrupt):
             code = ExitCode.INTERRUPTED
+        log.error("rank %d on %s failed\n%s", self.rank.rank, self.rank.node, shown)
         self._report(classify(error), type(error).__name__, message, text)
         leave_process(int(code))
 
@@ -105,7 +107,9 @@ class FailureReporter:
         if self.notify is not None:
             self.notify(f"rank {self.rank.rank} on {self.rank.node} failed: {exception}: {message}"[:500])
         if self.rank.rank == 0:
-            self._write_outcome(f"{exception}: {message}")
+            # Another rank may have said already what this one only noticed.
+            first = first_failure(read_failures(attempt)) or failure
+            self._write_outcome(f"rank {first.rank} on {first.node}: {first.exception}: {first.message}")
 
     def _write_outcome(self, reason: str) -> None:
         if self.rank.attempt.outcome.exists():

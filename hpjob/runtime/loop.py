@@ -19,7 +19,7 @@ from hpjob.runtime.data.batches import BatchReader
 from hpjob.runtime.engine import Batch, StepResult
 from hpjob.runtime.failures import FailureReporter
 from hpjob.runtime.records import AttemptRecords
-from hpjob.runtime.rendezvous import Timeouts, shorten_timeouts
+from hpjob.runtime.rendezvous import Timeouts, set_timeout
 from hpjob.runtime.signals import describe
 
 log = logging.getLogger(__name__)
@@ -98,7 +98,8 @@ class TrainLoop:
         duration = time.perf_counter() - started
         self._step, self._lr = step, result.lr
         if step == self._first_step:
-            shorten_timeouts(self._t.timeouts)
+            # Only now are compilation and the first connections of every group behind us.
+            set_timeout(self._t.timeouts.step_s)
             self._t.records.event("first-step", step=step, duration_s=duration)
         self._record(result, duration)
 
@@ -126,6 +127,12 @@ class TrainLoop:
 
     def _save(self) -> bool:
         """Save the current step on all ranks; tell whether a complete checkpoint came of it."""
+        set_timeout(self._t.timeouts.setup_s)
+        saved = self._write_checkpoint()
+        set_timeout(self._t.timeouts.step_s)
+        return saved
+
+    def _write_checkpoint(self) -> bool:
         t = self._t
         position = Position(
             step=self._step,

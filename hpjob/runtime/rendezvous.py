@@ -22,7 +22,7 @@ from hpjob.runtime.failures import PeerLostError
 from hpjob.runtime.rank import Rank
 
 SETUP_TIMEOUT_S = 1800.0
-"""Ranks may load slowly and far apart: cold file systems, large imports."""
+"""For set-up and saves: ranks may be far apart on a slow file system."""
 STEP_TIMEOUT_S = 600.0
 """From the second step on a collective that takes longer than this is a hang."""
 _POLL_S = 0.1
@@ -104,14 +104,14 @@ def join(rank: Rank, device: torch.device, timeouts: Timeouts) -> PeerStore:
     return PeerStore(store.host, store.port)
 
 
-def shorten_timeouts(timeouts: Timeouts) -> None:
-    """Replace the generous time-out of set-up by the one of a step in every group of this process."""
-    set_timeout = getattr(dist.distributed_c10d, "_set_pg_timeout", None)
+def set_timeout(seconds: float) -> None:
+    """Bound how long a collective of any group of this process may take from now on."""
+    set_one = getattr(dist.distributed_c10d, "_set_pg_timeout", None)
     world = getattr(dist.distributed_c10d, "_world", None)
-    if set_timeout is None or world is None:
+    if set_one is None or world is None:
         return  # a torch without this hook keeps the long time-out
     for group in list(world.pg_map):
-        set_timeout(timedelta(seconds=timeouts.step_s), group)
+        set_one(timedelta(seconds=seconds), group)
 
 
 def _open_store(rank: Rank, timeout: timedelta) -> TCPStore:

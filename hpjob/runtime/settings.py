@@ -7,16 +7,13 @@ from collections.abc import MutableMapping
 from dataclasses import dataclass
 from pathlib import Path
 
-import yaml
-
 from hpjob.core.errors import UserInputError
 from hpjob.core.schema import parse
 from hpjob.plan.model import Plan
 from hpjob.recipe.data_files import check_token_files
+from hpjob.recipe.load import load_recipe
 from hpjob.recipe.model import Recipe
 from hpjob.runtime.rank import Rank
-
-_RESOLVED = "it is written by `hpjob submit`; submit the run again"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -33,8 +30,8 @@ def read_settings(rank: Rank) -> AttemptSettings:
     Raises:
         UserInputError: A file is missing or wrong, the plan is for another world, or the data do not fit.
     """
-    recipe = parse(Recipe, _load(rank.run_dir.recipe), source=str(rank.run_dir.recipe))
-    plan = parse(Plan, _load(rank.attempt.plan), source=str(rank.attempt.plan))
+    recipe = load_recipe(str(rank.run_dir.recipe))
+    plan = _read_plan(rank.attempt.plan)
     if plan.degrees.world_size != rank.world_size:
         raise UserInputError(
             f"{rank.attempt.plan} is for {plan.degrees.world_size} ranks, the attempt has {rank.world_size}",
@@ -58,9 +55,9 @@ def prepare_environment(env: MutableMapping[str, str], *, deterministic: bool) -
         env.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
 
 
-def _load(path: Path) -> object:
+def _read_plan(path: Path) -> Plan:
     try:
-        text = path.read_text(encoding="utf-8")
-        return json.loads(text) if path.suffix == ".json" else yaml.safe_load(text)
-    except (OSError, ValueError, yaml.YAMLError) as error:
-        raise UserInputError(f"{path} cannot be read: {error}", hint=_RESOLVED) from None
+        document = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise UserInputError(f"{path} cannot be read: {error}", hint="submit the run again") from None
+    return parse(Plan, document, source=str(path))

@@ -28,8 +28,7 @@ class StopRequest:
     def __init__(self, stop_file: Path | None = None) -> None:
         self.stop_file = stop_file
         self._owner = os.getpid()
-        self._signal_number = 0
-        self._received_s = 0.0
+        self._code = 0
         self._next_poll_s = 0.0
 
     def install(self) -> None:
@@ -39,25 +38,17 @@ class StopRequest:
 
     def code(self) -> int:
         """Return 0 for no request, else a number that :func:`describe` puts into words."""
-        if self._signal_number:
-            return self._signal_number
         now = time.monotonic()
-        if self.stop_file is not None and now >= self._next_poll_s:
+        if self.stop_file is not None and not self._code and now >= self._next_poll_s:
             self._next_poll_s = now + _POLL_INTERVAL_S
             if self.stop_file.exists():
-                return STOP_FILE_CODE
-        return 0
-
-    @property
-    def age_s(self) -> float:
-        """Seconds since the first signal; 0 without one."""
-        return time.monotonic() - self._received_s if self._signal_number else 0.0
+                self._code = STOP_FILE_CODE
+        return self._code
 
     def _note(self, number: int, frame: FrameType | None) -> None:
         # A forked child (a data loader's worker) inherits the handler; the request is not for it.
-        if os.getpid() == self._owner and not self._signal_number:
-            self._received_s = time.monotonic()
-            self._signal_number = number
+        if os.getpid() == self._owner and not self._code:
+            self._code = number
 
 
 def describe(code: int) -> str:

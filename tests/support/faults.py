@@ -19,7 +19,7 @@ def before_step(action: Callable[[], None], *, rank: int, step: int) -> Fault:
 
 
 def kill_in_save(moment: str, *, rank: int, step: int) -> Fault:
-    """SIGKILL a rank at one moment of saving a step; see ``_MOMENTS``."""
+    """SIGKILL a rank at one moment of saving a step; ``half written`` to ``old one renamed``."""
     return partial(_kill_in_save, moment, rank, step)
 
 
@@ -34,11 +34,6 @@ def kill_self() -> None:
 
 def raise_error() -> None:
     raise ValueError("a made-up fault")
-
-
-def stop_self() -> None:
-    """Stand still for good: no error, no exit."""
-    os.kill(os.getpid(), signal.SIGSTOP)
 
 
 def terminate_self() -> None:
@@ -59,7 +54,7 @@ def _before_step(action: Callable[[], None], wanted_rank: int, wanted_step: int,
 
 
 def _fail_save(wanted_step: int, wanted_rank: int, rank: int) -> None:
-    import hpjob.runtime.loop as loop
+    from hpjob.runtime import loop
 
     original = loop.save_checkpoint
 
@@ -78,8 +73,8 @@ def _fail_save(wanted_step: int, wanted_rank: int, rank: int) -> None:
 
 
 def _kill_in_save(moment: str, wanted_rank: int, wanted_step: int, rank: int) -> None:
-    import hpjob.runtime.checkpoint.folder as folder_module
-    import hpjob.runtime.checkpoint.save as save_module
+    from hpjob.runtime.checkpoint import folder as folder_module
+    from hpjob.runtime.checkpoint import save as save_module
 
     if rank != wanted_rank:
         return
@@ -102,28 +97,24 @@ def _kill_in_save(moment: str, wanted_rank: int, wanted_step: int, rank: int) ->
     def in_partial(path: Any, *_: Any) -> bool:
         return f"{name}.partial" in str(path)
 
-    if moment == "half written":
-        _kill_when_shard_is_half_written(save_module, name)
-    elif moment == "written":
-        killing(save_module, "describe_file", in_partial)
-    elif moment == "manifest written":
-        killing(folder_module, "sync_folder", in_partial)
-    elif moment == "before rename":
-        killing(folder_module, "sync_folder", lambda path: path.name == f"{name}.partial", after=True)
-    elif moment == "after rename":
-        killing(folder_module, "sync_folder", lambda path: path.name == "checkpoints" and (path / name).exists())
-    elif moment == "old one renamed":
-        killing(folder_module.shutil, "rmtree", lambda path, *_: str(path).endswith(".trash") and Path(path).exists())
-    else:
-        raise ValueError(moment)
+    sync, rmtree = (folder_module, "sync_folder"), (folder_module.shutil, "rmtree")
+    moments: dict[str, Callable[[], None]] = {
+        "half written": lambda: _kill_when_shard_is_half_written(save_module, name),
+        "written": lambda: killing(save_module, "describe_file", in_partial),
+        "manifest written": lambda: killing(*sync, in_partial),
+        "before rename": lambda: killing(*sync, lambda path: path.name == f"{name}.partial", after=True),
+        "after rename": lambda: killing(*sync, lambda path: (path / name).exists()),
+        "old one renamed": lambda: killing(*rmtree, lambda path, *_: path.suffix == ".trash" and path.exists()),
+    }
+    moments[moment]()
 
 
 def _kill_when_shard_is_half_written(save_module: Any, name: str) -> None:
-    class HalfWriter(save_module.FileSystemWriter):  # type: ignore[misc, name-defined]
+    class HalfWriter(save_module._Writer):  # type: ignore[misc, name-defined]
         def write_data(self, plan: Any, planner: Any) -> Any:
             if name in str(self.path):
                 Path(self.path, f"__{os.environ['HPJOB_RANK']}_0.distcp").write_bytes(b"\0" * 1000)
                 kill_self()
             return super().write_data(plan, planner)
 
-    save_module.FileSystemWriter = HalfWriter
+    save_module._Writer = HalfWriter

@@ -15,12 +15,12 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import yaml
 
 from hpjob.core.run_dir import AttemptDir, RunDir
 from hpjob.plan.fixed import fixed_pipeline, fixed_plan
 from hpjob.plan.model import ParallelDegrees, Plan
 from hpjob.recipe.data_files import TokenFilesMeta
+from hpjob.recipe.load import dump_recipe
 from hpjob.recipe.model import Recipe
 
 # Real processes with everything imported once: a rank starts in milliseconds instead of seconds.
@@ -162,7 +162,7 @@ class Run:
     @classmethod
     def create(cls, path: Path, recipe: Recipe) -> Run:
         path.mkdir(parents=True)
-        (path / "recipe.yaml").write_text(yaml.safe_dump(recipe.model_dump(mode="json")))
+        (path / "recipe.yaml").write_text(dump_recipe(recipe))
         return cls(RunDir(path), recipe)
 
     def start(
@@ -180,7 +180,9 @@ class Run:
         attempt = self.begin(tp=tp, pp=pp, dp=dp)
         for rank in range(tp * pp * dp):
             variables = {**rank_env(attempt.dir, rank), **(env or {})}
-            process = FORKSERVER.Process(target=_be_rank, args=(self.dir.path, attempt.dir.path, rank, variables, fault))
+            process = FORKSERVER.Process(
+                target=_be_rank, args=(self.dir.path, attempt.dir.path, rank, variables, fault)
+            )
             process.start()
             attempt.ranks.append(process)
         return attempt

@@ -60,6 +60,10 @@ class CheckpointFolder:
         """Delete the partial folder of a save that failed."""
         shutil.rmtree(self.partial(step), ignore_errors=True)
 
+    def free_mib(self) -> int:
+        """Return the free space of the file system, rounded down."""
+        return shutil.disk_usage(self._run_dir.path).free >> 20
+
     def commit(self, manifest: Manifest) -> None:
         """Make a written checkpoint durable and give it its name with one rename."""
         partial = self.partial(manifest.step)

@@ -15,7 +15,10 @@ import torch
 import torch.distributed as dist
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.filesystem import FileSystemWriter
+from torch.distributed.checkpoint.planner import SavePlan, SavePlanner
 from torch.distributed.checkpoint.state_dict_saver import save
+from torch.distributed.checkpoint.storage import WriteResult
+from torch.futures import Future
 
 import hpjob
 from hpjob.plan.model import Plan
@@ -63,8 +66,11 @@ def save_checkpoint(
         files = _write(folder.partial(step) / DATA_NAME, engine, step)
         manifest = on_rank_zero(lambda: _publish(folder, _manifest(position, plan, fingerprint, files)))
     except AgreedError as error:
+        # Measured before the partial folder goes, when a full disk still shows.
+        free = on_rank_zero(folder.free_mib)
         on_rank_zero(lambda: folder.abandon(step))
-        return SaveResult(step=step, error=str(error), duration_s=time.perf_counter() - started)
+        reason = f"{error} ({free} MiB were free)"
+        return SaveResult(step=step, error=reason, duration_s=time.perf_counter() - started)
     return SaveResult(
         step=step,
         error=None,
@@ -81,11 +87,33 @@ def _write(data: Path, engine: SavedState, step: int) -> list[CheckpointFile]:
     try:
         # A writer that raises on one rank raises CheckpointException on all; anything else means
         # that the collectives themselves broke.
-        save(state, storage_writer=FileSystemWriter(data, single_file_per_rank=True, sync_files=True))
+        save(state, storage_writer=_Writer(data, single_file_per_rank=True, sync_files=True))
     except CheckpointException as error:
         raise AgreedError(_reason(error)) from None
     by_rank = on_every_rank(lambda: [describe_file(path) for path in _own_files(data, rank)])
     return [file for files in by_rank for file in files]
+
+
+class _Writer(FileSystemWriter):
+    """Reports the operating system's error where torch's archive writer hides it behind its own."""
+
+    def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
+        """Write this rank's shards.
+
+        Raises:
+            OSError: No space, no permission.
+        """
+        try:
+            return super().write_data(plan, planner)
+        except Exception as error:
+            raise _first_cause(error) from None
+
+
+def _first_cause(error: BaseException) -> BaseException:
+    cause: BaseException | None = error
+    while cause is not None and not isinstance(cause, OSError):
+        cause = cause.__context__
+    return cause or error
 
 
 def _own_files(data: Path, rank: int) -> list[Path]:

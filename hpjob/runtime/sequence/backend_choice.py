@@ -103,7 +103,8 @@ def _unmasked_cuda_candidates(
 def _probe(
     device: torch.device, dtype: torch.dtype, heads: tuple[int, int, int], *, expand: bool
 ) -> torch.backends.cuda.SDPAParams:
+    """Tensors that want gradients, since some kernels take more head dims forward than backward."""
     num_heads, num_kv_heads, head_dim = heads
-    q = torch.empty(1, num_heads, 128, head_dim, dtype=dtype, device=device)
-    k = q if expand else torch.empty(1, num_kv_heads, 128, head_dim, dtype=dtype, device=device)
+    q = torch.empty(1, num_heads, 128, head_dim, dtype=dtype, device=device, requires_grad=True)
+    k = q if expand else torch.empty(1, num_kv_heads, 128, head_dim, dtype=dtype, device=device, requires_grad=True)
     return torch.backends.cuda.SDPAParams(q, k, k, None, 0.0, False, not expand)

@@ -63,6 +63,8 @@ class CudnnBackend(AttentionBackend):
 
     def __init__(self, *, native_gqa: bool) -> None:
         self.native_gqa = native_gqa
+        self._lse_shape: tuple[int, ...] = ()
+        """Trailing dims that this torch's forward adds to the log-sum-exp and its backward expects: () or (1,)."""
 
     def _forward(self, q: Tensor, k: Tensor, v: Tensor, settings: BlockSettings) -> tuple[Tensor, Tensor]:
         out, lse, *_ = torch.ops.aten._scaled_dot_product_cudnn_attention(
@@ -76,6 +78,7 @@ class CudnnBackend(AttentionBackend):
             False,
             scale=settings.scale,
         )
+        self._lse_shape = tuple(lse.shape[3:])
         return out, lse.reshape(q.shape[:3])
 
     def _backward(
@@ -88,7 +91,7 @@ class CudnnBackend(AttentionBackend):
             k.contiguous(),
             v.contiguous(),
             out.contiguous(),
-            lse.contiguous().unsqueeze(-1),
+            lse.reshape(*lse.shape, *self._lse_shape).contiguous(),
             no_dropout_state,
             no_dropout_state,
             None,

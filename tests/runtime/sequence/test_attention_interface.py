@@ -7,7 +7,6 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from attention_reference import relative_error
 from torch.utils.checkpoint import checkpoint
 
 from hpjob.core.errors import UserInputError
@@ -21,6 +20,7 @@ from hpjob.runtime.sequence.attention_interface import (
 from hpjob.runtime.sequence.ring import Ring
 from hpjob.runtime.sequence.zigzag import zigzag_split
 from tests.runtime.gloo_pool import GlooPool
+from tests.runtime.sequence.attention_reference import relative_error
 
 BATCH, LENGTH = 2, 24
 FAMILIES = ["llama", "mistral", "qwen2", "qwen3", "gemma"]
@@ -161,6 +161,24 @@ def test_kernel_is_reported() -> None:
     assert text == "sdpa: cpu flash SDPA (tensors on the CPU)"
 
 
+def descriptions(group: dist.ProcessGroup) -> list[str]:
+    texts = []
+    for mode in ("ring_attn", "all_to_all"):
+        model = build_model("llama")
+        install_attention(model, make_kernel(mode, group))
+        assert model.config._attn_implementation == f"hpjob_{mode}"
+        texts.append(describe_attention(model, torch.bfloat16, torch.device("cpu")))
+    return texts
+
+
+def test_sequence_parallel_kernels_are_reported(pool: GlooPool) -> None:
+    inside = "cpu flash SDPA (tensors on the CPU)"
+    assert pool.run(descriptions, 2)[0] == [
+        f"ring_attn: zigzag ring over 2 ranks, {inside}",
+        f"all_to_all: all-to-all over 2 ranks, {inside}",
+    ]
+
+
 def test_two_models_keep_their_own_kernels() -> None:
     first, second = build_model("llama"), build_model("llama")
     kernels = LocalAttentionKernel(), LocalAttentionKernel()
@@ -209,3 +227,27 @@ def test_a_layer_compiles_without_a_graph_break() -> None:
     layer.compile(fullgraph=True, backend="eager")
     for actual, wanted in zip(output_and_gradient(), expected, strict=True):
         assert relative_error(actual, wanted) <= 1e-6
+
+
+def errors_of_compiled_layer(group: dist.ProcessGroup, mode: str, fullgraph: bool) -> list[float]:
+    """A compiled layer against the same layer not compiled: output and input gradient."""
+    model = build_model("llama")
+    install_attention(model, make_kernel(mode, group))
+    layer = model.layers[0]
+    whole = torch.randn(BATCH, LENGTH, 32, generator=torch.Generator().manual_seed(2))
+    positions = take(mode, torch.arange(LENGTH)[None].expand(BATCH, -1), group)
+
+    def output_and_gradient() -> tuple[torch.Tensor, torch.Tensor]:
+        hidden = take(mode, whole, group).clone().requires_grad_()
+        rotary = model.rotary_emb(hidden, position_ids=positions)
+        out = layer(hidden, attention_mask=None, position_embeddings=rotary, use_cache=False)
+        return out.detach(), torch.autograd.grad(out.square().sum(), hidden)[0]
+
+    expected = output_and_gradient()
+    layer.compile(fullgraph=fullgraph, backend="eager")
+    return [relative_error(a, e) for a, e in zip(output_and_gradient(), expected, strict=True)]
+
+
+@pytest.mark.parametrize(("mode", "fullgraph"), [("all_to_all", True), ("ring_attn", False)])
+def test_layers_compile_with_their_messages(pool: GlooPool, mode: str, fullgraph: bool) -> None:
+    assert max(max(errors) for errors in pool.run(errors_of_compiled_layer, 2, mode, fullgraph)) <= 1e-6

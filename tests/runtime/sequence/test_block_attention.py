@@ -8,7 +8,6 @@ from typing import Any
 
 import pytest
 import torch
-from attention_reference import allowed_keys, full_attention, make_inputs, relative_error
 
 from hpjob.runtime.sequence.backend_choice import choose_backend
 from hpjob.runtime.sequence.block_attention import AttentionBackend, BlockSettings, CpuFlashBackend, MathBackend
@@ -20,6 +19,7 @@ from hpjob.runtime.sequence.cuda_attention import (
     has_flash_attn_package,
 )
 from hpjob.runtime.sequence.sequence_mask import MASKED_SCORE, SequenceMask, document_ids_from_position_ids
+from tests.runtime.sequence.attention_reference import allowed_keys, full_attention, make_inputs, relative_error
 
 SHAPE = (2, 4, 2, 64, 16)
 needs_cuda = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any
 from unittest import mock
 
 import pytest
 import torch
 import torch.distributed as dist
-from attention_reference import full_attention, make_inputs, relative_error
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from hpjob.core.errors import UserInputError
 from hpjob.runtime.sequence import ring as ring_module
@@ -18,6 +19,7 @@ from hpjob.runtime.sequence.ring_attention import ring_attention
 from hpjob.runtime.sequence.sequence_mask import SequenceMask
 from hpjob.runtime.sequence.zigzag import zigzag_split
 from tests.runtime.gloo_pool import GlooPool
+from tests.runtime.sequence.attention_reference import full_attention, make_inputs, relative_error
 
 Shape = tuple[int, int, int, int, int]
 GQA: Shape = (2, 4, 2, 48, 8)
@@ -32,28 +34,36 @@ def documents(batch: int, length: int) -> torch.Tensor:
     return (position[None, None] >= cuts[:batch, :, None].expand(batch, 3, 1)).sum(1)
 
 
-def errors_of_ring(
-    group: dist.ProcessGroup,
-    shape: Shape,
-    dtype: torch.dtype = torch.float32,
-    backend: AttentionBackend | None = None,
-    inner_size: int | None = None,
-    packed: bool = False,
-    sliding_window: int | None = None,
-    split: Any = zigzag_split,
-) -> list[float]:
+@dataclass(frozen=True, kw_only=True)
+class Case:
+    """One ring and what goes round it."""
+
+    shape: Shape = GQA
+    dtype: torch.dtype = torch.float32
+    backend: AttentionBackend | None = None
+    inner_size: int | None = None
+    second_group: bool = False
+    packed: bool = False
+    sliding_window: int | None = None
+    split: Any = zigzag_split
+
+
+def errors_of_ring(group: dist.ProcessGroup, case: Case) -> list[float]:
     """Relative errors of out, dq, dk, dv of this rank's part."""
     rank, size = dist.get_rank(group), dist.get_world_size(group)
-    whole = make_inputs(shape, dtype)
-    ids = documents(shape[0], shape[3]) if packed else None
-    expected = full_attention(*whole, document_ids=ids, sliding_window=sliding_window)
-    q, k, v, grad_out = (split(tensor, rank, size, dim=2) for tensor in whole)
+    whole = make_inputs(case.shape, case.dtype)
+    ids = documents(case.shape[0], case.shape[3]) if case.packed else None
+    window = case.sliding_window
+    expected = full_attention(*whole, document_ids=ids, sliding_window=window)
+    q, k, v, grad_out = (case.split(tensor, rank, size, dim=2) for tensor in whole)
     leaves = [tensor.requires_grad_() for tensor in (q, k, v)]
-    mask = SequenceMask(document_ids=ids, sliding_window=sliding_window) if packed or sliding_window else None
-    out = ring_attention(*leaves, Ring(group=group, inner_size=inner_size), mask=mask, backend=backend)
-    assert out.dtype == dtype
+    mask = SequenceMask(document_ids=ids, sliding_window=window) if case.packed or window else None
+    outer_group = dist.new_group(list(range(size))) if case.second_group else None
+    ring = Ring(group=group, inner_size=case.inner_size, outer_group=outer_group)
+    out = ring_attention(*leaves, ring, mask=mask, backend=case.backend)
+    assert out.dtype == case.dtype
     actual = (out, *torch.autograd.grad(out, leaves, grad_out))
-    return [relative_error(a, split(e, rank, size, dim=2)) for a, e in zip(actual, expected, strict=True)]
+    return [relative_error(a, case.split(e, rank, size, dim=2)) for a, e in zip(actual, expected, strict=True)]
 
 
 def check(errors_of_ranks: list[list[float]], forward: float = 1e-6, gradients: float = 2e-6) -> None:
@@ -65,32 +75,36 @@ def check(errors_of_ranks: list[list[float]], forward: float = 1e-6, gradients: 
 @pytest.mark.parametrize("shape", [GQA, MHA, ODD], ids=["gqa", "mha", "odd"])
 @pytest.mark.parametrize("world", [1, 2, 3, 4])
 def test_fp32_matches_whole_attention(pool: GlooPool, world: int, shape: Shape) -> None:
-    check(pool.run(errors_of_ring, world, shape))
+    check(pool.run(errors_of_ring, world, Case(shape=shape)))
 
 
 @pytest.mark.parametrize("world", [2, 3])
 def test_math_backend_matches_whole_attention(pool: GlooPool, world: int) -> None:
-    check(pool.run(errors_of_ring, world, GQA, torch.float32, MathBackend()))
+    check(pool.run(errors_of_ring, world, Case(backend=MathBackend())))
 
 
 @pytest.mark.parametrize("world", [2, 4])
 def test_bf16_stays_within_its_rounding(pool: GlooPool, world: int) -> None:
-    check(pool.run(errors_of_ring, world, GQA, torch.bfloat16), forward=4e-3, gradients=8e-3)
+    check(pool.run(errors_of_ring, world, Case(dtype=torch.bfloat16)), forward=4e-3, gradients=8e-3)
 
 
 @pytest.mark.parametrize("inner_size", [1, 2, 4])
 def test_ring_of_rings_matches_whole_attention(pool: GlooPool, inner_size: int) -> None:
-    check(pool.run(errors_of_ring, 4, GQA, torch.float32, None, inner_size))
+    check(pool.run(errors_of_ring, 4, Case(inner_size=inner_size)))
+
+
+def test_ring_of_rings_with_its_own_group_between_nodes(pool: GlooPool) -> None:
+    check(pool.run(errors_of_ring, 4, Case(dtype=torch.bfloat16, inner_size=2, second_group=True)), 4e-3, 8e-3)
 
 
 @pytest.mark.parametrize("backend", [CpuFlashBackend(), MathBackend()], ids=["flash", "math"])
 @pytest.mark.parametrize("world", [2, 3])
 def test_packed_documents_do_not_see_each_other(pool: GlooPool, world: int, backend: AttentionBackend) -> None:
-    check(pool.run(errors_of_ring, world, GQA, torch.float32, backend, None, True))
+    check(pool.run(errors_of_ring, world, Case(backend=backend, packed=True)))
 
 
 def test_sliding_window_inside_the_ring(pool: GlooPool) -> None:
-    check(pool.run(errors_of_ring, 4, GQA, torch.float32, None, 2, True, 7))
+    check(pool.run(errors_of_ring, 4, Case(inner_size=2, packed=True, sliding_window=7)))
 
 
 def contiguous_split(tensor: torch.Tensor, rank: int, size: int, *, dim: int) -> torch.Tensor:
@@ -98,7 +112,7 @@ def contiguous_split(tensor: torch.Tensor, rank: int, size: int, *, dim: int) ->
 
 
 def test_wrong_order_is_noticed(pool: GlooPool) -> None:
-    errors = pool.run(errors_of_ring, 2, GQA, torch.float32, None, None, False, None, contiguous_split)
+    errors = pool.run(errors_of_ring, 2, Case(split=contiguous_split))
     assert max(max(e) for e in errors) > 1e-2
 
 
@@ -113,7 +127,7 @@ def errors_with_local_kv_in_backward(group: dist.ProcessGroup) -> list[float]:
 
     stay_in_backward.calls = 0
     with mock.patch("hpjob.runtime.sequence.ring_attention.circulate", stay_in_backward):
-        return errors_of_ring(group, GQA)
+        return errors_of_ring(group, Case())
 
 
 def test_local_kv_in_backward_is_noticed(pool: GlooPool) -> None:
@@ -154,6 +168,32 @@ def test_messages_are_kv_sized(pool: GlooPool, inner_size: int | None) -> None:
         gradient_messages = world if inner_size is None else world + world // inner_size
         assert backward_count == world - 1 + gradient_messages
         assert backward == backward_count * kv_elements
+
+
+class NoHostReads(TorchDispatchMode):
+    """Refuses operations that make the host wait for values on the device."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        assert func.overloadpacket.__name__ not in {"_local_scalar_dense", "nonzero", "equal", "is_nonzero", "item"}
+        return func(*args, **(kwargs or {}))
+
+
+def run_without_host_reads(group: dist.ProcessGroup, packed: bool) -> bool:
+    q, k, v, grad_out = (tensor[:, :, :12].contiguous() for tensor in make_inputs(GQA, torch.float32))
+    leaves = [tensor.requires_grad_() for tensor in (q, k, v)]
+    length = 12 * dist.get_world_size(group)
+    mask = SequenceMask(document_ids=documents(GQA[0], length)) if packed else None
+    with NoHostReads():
+        with pytest.raises(AssertionError):
+            bool(grad_out.sum() > 0)
+        out = ring_attention(*leaves, Ring(group=group), mask=mask)
+        torch.autograd.backward(out, grad_out)
+    return all(leaf.grad is not None for leaf in leaves)
+
+
+@pytest.mark.parametrize("packed", [False, True], ids=["causal", "packed"])
+def test_the_host_never_waits_for_the_device(pool: GlooPool, packed: bool) -> None:
+    assert pool.run(run_without_host_reads, 3, packed) == [True] * 3
 
 
 def refusals(group: dist.ProcessGroup) -> list[str]:

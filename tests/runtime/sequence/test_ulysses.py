@@ -8,12 +8,12 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
-from attention_reference import full_attention, make_inputs, relative_error
 
 from hpjob.core.errors import UserInputError
 from hpjob.runtime.sequence.local_attention import local_attention
 from hpjob.runtime.sequence.ulysses import ulysses_attention, ulysses_kv_heads
 from tests.runtime.gloo_pool import GlooPool
+from tests.runtime.sequence.attention_reference import full_attention, make_inputs, relative_error
 
 Shape = tuple[int, int, int, int, int]
 

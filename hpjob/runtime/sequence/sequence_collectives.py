@@ -1,0 +1,87 @@
+"""All-gather and reduce-scatter along any dimension, begun and waited for apart, without gradients."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from hpjob.core.errors import UserInputError
+
+
+@dataclass(frozen=True, kw_only=True)
+class PendingGather:
+    """An all-gather on its way."""
+
+    pieces: Tensor
+    """Shape (group size, *shard shape)."""
+    work: Any
+    dim: int
+
+    def wait(self) -> Tensor:
+        """The shards of all ranks, concatenated along the dimension."""
+        self.work.wait()
+        if self.dim == 0:
+            return self.pieces.flatten(0, 1)
+        return torch.cat(self.pieces.unbind(0), dim=self.dim)
+
+
+@dataclass(frozen=True, kw_only=True)
+class PendingReduction:
+    """A reduce-scatter on its way."""
+
+    part: Tensor
+    work: Any
+
+    def wait(self) -> Tensor:
+        """This rank's part of the sum over the group."""
+        self.work.wait()
+        return self.part
+
+
+def start_gather(shard: Tensor, group: dist.ProcessGroup, dim: int = 1) -> PendingGather:
+    """Begin to gather equal shards along ``dim``."""
+    pieces = shard.new_empty((dist.get_world_size(group), *shard.shape))
+    work = dist.all_gather_into_tensor(pieces.view(-1), shard.contiguous().view(-1), group=group, async_op=True)
+    return PendingGather(pieces=pieces, work=work, dim=dim)
+
+
+def start_reduction(tensor: Tensor, group: dist.ProcessGroup, dim: int = 1) -> PendingReduction:
+    """Begin to sum over the group and to keep one part along ``dim``.
+
+    Raises:
+        UserInputError: ``dim`` is no multiple of the group size.
+    """
+    size = dist.get_world_size(group)
+    check_divisible(tensor.shape[dim], size)
+    pieces = torch.stack(tensor.chunk(size, dim=dim))
+    part = torch.empty_like(pieces[0])
+    work = dist.reduce_scatter_tensor(part.view(-1), pieces.view(-1), group=group, async_op=True)
+    return PendingReduction(part=part, work=work)
+
+
+def local_part(tensor: Tensor, group: dist.ProcessGroup, dim: int = 1) -> Tensor:
+    """This rank's part of a tensor that all ranks hold.
+
+    Raises:
+        UserInputError: ``dim`` is no multiple of the group size.
+    """
+    size = dist.get_world_size(group)
+    check_divisible(tensor.shape[dim], size)
+    return tensor.chunk(size, dim=dim)[dist.get_rank(group)].contiguous()
+
+
+def check_divisible(length: int, size: int) -> None:
+    """Refuse a sequence that cannot be split evenly.
+
+    Raises:
+        UserInputError: ``length`` is no multiple of ``size``.
+    """
+    if length % size:
+        raise UserInputError(
+            f"a sequence of {length} tokens cannot be split over {size} ranks",
+            hint=f"pad to {-(-length // size) * size} with ignored labels, or change data.seq_length",
+        )
