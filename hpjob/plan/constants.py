@@ -48,6 +48,9 @@ class Framework:
     logits_bytes: float
     fragmentation: float
     buffers_gib: float
+    selective: Literal["attention", "half"]
+    slack: float
+    sharded_slack: float
     default_zero: Literal[0, 1, 2, 3]
     interleaves: bool
 
@@ -78,7 +81,7 @@ class Calibration:
     """The same between nodes."""
     hop: float = 1.0
     """Time of a transfer between pipeline stages."""
-    jitter: float = 0.01
+    jitter: float = 0.004
     """Part of a step lost for every doubling of the nodes that must wait for each other."""
     step_ms: float = 5.0
     """Host work of a step outside the layers."""
@@ -95,6 +98,11 @@ CALIBRATION_NAMES = tuple(field.name for field in fields(Calibration))
 def calibration() -> Calibration:
     """Return the packaged corrections."""
     return Calibration().updated(_data("calibration")["fitted"])
+
+
+def held_out_error() -> float:
+    """Return the mean relative error of step times on families of runs that no fit has seen."""
+    return float(_data("calibration")["held_out_mape"])
 
 
 @lru_cache(maxsize=64)

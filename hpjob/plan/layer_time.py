@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from math import log2
+from math import ceil, log2
 
 from hpjob.plan.constants import Framework
 from hpjob.plan.hardware import Hardware
@@ -60,7 +60,16 @@ class LayerModel:
 
     def layer(self, layout: Layout, *, experts: bool = False) -> LayerTime:
         """Return the times of a layer with a dense MLP, or of one with experts."""
-        key = (
+        key = (*self.key(layout), experts)
+        found = self._layers.get(key)
+        if found is None:
+            found = self._layers[key] = self._layer(layout, experts)
+        return found
+
+    @staticmethod
+    def key(layout: Layout) -> tuple[object, ...]:
+        """What of a layout decides the time of a layer."""
+        return (
             layout.tokens,
             layout.seq,
             layout.tp,
@@ -74,12 +83,7 @@ class LayerModel:
             layout.precision,
             layout.flash,
             layout.fp8,
-            experts,
         )
-        found = self._layers.get(key)
-        if found is None:
-            found = self._layers[key] = self._layer(layout, experts)
-        return found
 
     def _layer(self, layout: Layout, experts: bool) -> LayerTime:
         attention = self._attention(layout)
@@ -91,7 +95,7 @@ class LayerModel:
         if layout.recompute == "full":
             recompute = (forward + comm_f) / layout.every_kth
         elif layout.recompute == "selective":
-            recompute = attention[0]
+            recompute = attention[0] if self.habits.selective == "attention" else (forward + comm_f) / 2
         return LayerTime(
             forward=forward,
             backward_input=linear_i + attention[1] + 1.9 * passes,
@@ -124,7 +128,8 @@ class LayerModel:
         up = 2 if s.gated else 1
         if experts:
             local = s.num_experts / layout.ep
-            rows = tokens * s.experts_per_token / local * _IMBALANCE / tp
+            # Groups are padded to the tiles of the grouped product.
+            rows = 64.0 * ceil(tokens * s.experts_per_token / local * _IMBALANCE / tp / 64)
             sizes += [(rows, up * s.ffn, s.hidden, local), (rows, s.hidden, s.ffn, local)]
             if s.shared_experts:
                 width = s.shared_experts * s.ffn // tp

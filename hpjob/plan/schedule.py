@@ -75,50 +75,50 @@ def makespan(
 
 def _simulate(orders: list[list[Op]], pp: int, times: StageTimes, hop: float, blocking: float) -> float:
     """Run fixed orders; returns the time at which the last rank ends."""
-    last = len(times.forward) - 1
-    count = sum(1 for kind, chunk, _ in orders[0] if kind == "F" and chunk == 0)
-    stall, wait = hop * blocking, hop * (1.0 - blocking)
-    forward = [time + (stall if stage else 0.0) for stage, time in enumerate(times.forward)]
-    backward = [
-        i + w + (stall if stage < last else 0.0)
-        for stage, (i, w) in enumerate(zip(times.backward_input, times.backward_weight, strict=True))
-    ]
-    # When the input of an operation is there; -1 = not yet. The first stage never waits for a forward.
-    inputs = [[-1.0] * count for _ in range(last + 2)]
-    inputs[0] = [0.0] * count
-    gradients = [[-1.0] * count for _ in range(last + 2)]
-    clocks, positions = [0.0] * pp, [0] * pp
+    simulation = _Simulation(orders, pp, times, hop * blocking, hop * (1.0 - blocking))
     waiting = list(range(pp))
     while waiting:
-        remaining = []
-        progressed = False
-        for rank in waiting:
-            order, position, clock = orders[rank], positions[rank], clocks[rank]
-            start, end = position, len(order)
-            while position < end:
-                kind, chunk, microbatch = order[position]
-                stage = chunk * pp + rank
-                if kind == "F":
-                    ready = inputs[stage][microbatch]
-                    if ready < 0.0:
-                        break
-                    clock = (ready if ready > clock else clock) + forward[stage]
-                    if stage == last:
-                        gradients[stage][microbatch] = clock
-                    else:
-                        inputs[stage + 1][microbatch] = clock + wait
-                else:
-                    ready = gradients[stage][microbatch]
-                    if ready < 0.0:
-                        break
-                    clock = (ready if ready > clock else clock) + backward[stage]
-                    gradients[stage - 1][microbatch] = clock + wait
-                position += 1
-            progressed = progressed or position > start
-            clocks[rank], positions[rank] = clock, position
-            if position < end:
-                remaining.append(rank)
-        if not progressed:
+        before = sum(simulation.positions)
+        waiting = [rank for rank in waiting if not simulation.advance(rank)]
+        if waiting and sum(simulation.positions) == before:
             raise ValueError("the schedule waits for itself")
-        waiting = remaining
-    return max(clocks)
+    return max(simulation.clocks)
+
+
+class _Simulation:
+    """Clocks of all ranks, and when the input of every operation is there (-1 = not yet)."""
+
+    def __init__(self, orders: list[list[Op]], pp: int, times: StageTimes, stall: float, wait: float) -> None:
+        count = sum(1 for kind, chunk, _ in orders[0] if kind == "F" and chunk == 0)
+        stages = len(times.forward)
+        self.orders, self.pp, self.last, self.wait = orders, pp, stages - 1, wait
+        self.forward = [time + (stall if stage else 0.0) for stage, time in enumerate(times.forward)]
+        self.backward = [
+            i + w + (stall if stage < stages - 1 else 0.0)
+            for stage, (i, w) in enumerate(zip(times.backward_input, times.backward_weight, strict=True))
+        ]
+        self.inputs = [[-1.0] * count for _ in range(stages + 1)]
+        self.inputs[0] = [0.0] * count
+        self.gradients = [[-1.0] * count for _ in range(stages + 1)]
+        self.clocks, self.positions = [0.0] * pp, [0] * pp
+
+    def advance(self, rank: int) -> bool:
+        """Run a rank until it must wait; True when it has nothing left."""
+        order, clock, position = self.orders[rank], self.clocks[rank], self.positions[rank]
+        while position < len(order):
+            kind, chunk, microbatch = order[position]
+            stage = chunk * self.pp + rank
+            is_forward = kind == "F"
+            ready = (self.inputs if is_forward else self.gradients)[stage][microbatch]
+            if ready < 0.0:
+                break
+            clock = max(clock, ready) + (self.forward if is_forward else self.backward)[stage]
+            if not is_forward:
+                self.gradients[stage - 1][microbatch] = clock + self.wait
+            elif stage == self.last:
+                self.gradients[stage][microbatch] = clock
+            else:
+                self.inputs[stage + 1][microbatch] = clock + self.wait
+            position += 1
+        self.clocks[rank], self.positions[rank] = clock, position
+        return position == len(order)

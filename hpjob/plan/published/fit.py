@@ -15,21 +15,21 @@ from math import exp, log
 from hpjob.plan.constants import CALIBRATION_NAMES, Calibration
 
 PRIOR_WIDTH: dict[str, float] = {
-    "gemm": 0.06,
+    "gemm": 0.04,
     "gemm_a100": 0.05,
     "gemm_h100": 0.08,
-    "gemm_b200": 0.12,
+    "gemm_b200": 0.2,
     "tail_waves": 0.5,
     "misaligned": 0.5,
     "attention": 0.15,
     "scores": 0.3,
     "traffic": 0.2,
-    "host": 0.3,
+    "host": 0.2,
     "island": 0.2,
     "network": 0.3,
     "hop": 0.5,
-    "jitter": 0.7,
-    "step_ms": 0.7,
+    "jitter": 0.5,
+    "step_ms": 0.4,
 }
 """Standard deviation of the logarithm of each correction before any run was seen."""
 
