@@ -11,7 +11,7 @@ from hpjob.topology.read.affinity import read_affinity
 from hpjob.topology.read.graph import Pair, all_linked, islands
 from hpjob.topology.read.reading import LOCAL_NODE, Facts, Reader, Reading
 from hpjob.topology.read.text import Source
-from hpjob.topology.read.topo_matrix import PCIE_LEVELS, Matrix, Vocabulary, find_matrix
+from hpjob.topology.read.topo_matrix import PCIE_LEVELS, TOPO_WORDS, Matrix, Vocabulary, find_matrix
 
 TITLE = "topology matrix of another vendor"
 _OTHER_LABEL = re.compile(r"\b(?:NPU|DCU|MLU|XPU|HPU|GCU|PPU|DEV|Device|Card|Phy-ID|GPU)[ _-]?([0-9]{1,4})\b", re.I)
@@ -27,7 +27,7 @@ def confidence(source: Source) -> float:
         return 0.0
     plain = _normalised(source)
     word = _link_word(plain)
-    return 0.92 if word is not None and not re.fullmatch(r"NV[0-9]+|OK", word) else 0.0
+    return 0.92 if word is not None else 0.0
 
 
 def read(source: Source) -> Reading:
@@ -72,15 +72,21 @@ def _normalised(source: Source) -> Source:
 
 
 def _link_word(plain: Source) -> str | None:
-    """The most frequent word of the rows that is neither a PCIe level nor a word for none."""
+    """The most frequent word of the rows that is neither a PCIe level nor a word for none, seen at both ends of a pair.
+
+    A damaged or glued word of NVIDIA's tool is no word of another vendor.
+    """
     counts: Counter[str] = Counter()
     for line in plain.lines:
         words = line.split()
         if len(words) < 3 or not re.fullmatch(r"GPU[0-9]+", words[0]) or "X" not in words:
             continue
         counts.update(word for word in words[1:] if _CELL.fullmatch(word))
-    for word, _ in counts.most_common():
-        if word not in PCIE_LEVELS and word not in _NO_LINK and not re.fullmatch(r"NV[0-9]+", word):
+    if any(re.fullmatch(r"NV[0-9]+", word) for word in counts):
+        return None
+    for word, count in counts.most_common():
+        is_part = any(level.startswith(word) for level in PCIE_LEVELS)
+        if count > 1 and word not in _NO_LINK and not is_part and not TOPO_WORDS.words.fullmatch(word):
             return word
     return None
 
