@@ -5,6 +5,7 @@ Copies of the documentation have lost their indentation, so ``key: value`` lines
 
 from __future__ import annotations
 
+import itertools
 import re
 from collections import Counter
 
@@ -16,7 +17,9 @@ from hpjob.topology.read.text import Source
 TITLE = "Google Cloud physical host"
 _LINE = re.compile(r"^\s*(-\s+)?[\"']?([A-Za-z][A-Za-z0-9_.]{1,60})[\"']?\s*:\s*(.*?)\s*,?\s*$")
 _PATH = re.compile(r"(?:^|[\s\"'=:])(/[\w-]{3,64}/[\w-]{3,64}(?:/[\w-]{3,64})?)(?=[\s\"',]|$)")
-_MARK = re.compile(r"physicalHostTopology|physicalHost\b|physical_host\b|physicalTopology|reservation(?:Sub)?Block\b", re.I)
+_MARK = re.compile(
+    r"physicalHostTopology|physicalHost\b|physical_host\b|physicalTopology|reservation(?:Sub)?Block\b", re.I
+)
 _HOST_KEYS = {"instanceid": "instance_id", "name": "name", "id": "instance_id", "hostname": "name"}
 
 
@@ -56,7 +59,7 @@ def _table(source: Source) -> CloudHosts | None:
             ranks.append(int(row["rank"]))
     if not found.layers:
         return None
-    steps = Counter(b - a for a, b in zip(ranks, ranks[1:], strict=False))
+    steps = Counter(b - a for a, b in itertools.pairwise(ranks))
     found.gpus_per_node = steps.most_common(1)[0][0] if steps else None
     return found
 

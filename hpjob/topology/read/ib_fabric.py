@@ -142,7 +142,9 @@ class Hosts:
 
     def compute(self) -> list[str]:
         """Hosts with an adapter on every leaf of their unit."""
-        return [host for host in self.leaves_of if host != "localhost" and set(self.leaves_of[host]) >= self.unit_of(host)]
+        return [
+            host for host in self.leaves_of if host != "localhost" and set(self.leaves_of[host]) >= self.unit_of(host)
+        ]
 
     def partial(self) -> list[str]:
         """Hosts with adapters on fewer leaves, sorted."""
@@ -191,7 +193,7 @@ def rails_of_leaves(fabric: Fabric, hosts: Hosts) -> dict[NodeKey, int]:
     for unit in hosts.units:
         if any(leaf in named for leaf in unit):
             continue
-        usual = {leaf: max(devices[leaf], key=lambda name, at=leaf: (devices[at][name], name)) for leaf in unit}
+        usual = {leaf: devices[leaf].most_common(1)[0][0] for leaf in unit}
         if len(set(usual.values())) == len(usual):
             for rail, leaf in enumerate(sorted(unit, key=lambda key: natural_key(usual[key]))):
                 rails[leaf] = rail

@@ -149,10 +149,10 @@ def _rail_facts(fabric: Fabric, hosts: Hosts) -> Facts:
     votes: dict[str, Counter[int]] = {}
     places: list[tuple[str, str, int]] = []
     for host in hosts.compute():
-        found = [(grid[leaf], devices) for leaf, devices in hosts.leaves_of[host].items() if leaf in grid]
-        if found:
-            units[Counter(unit for (_, unit), _ in found).most_common(1)[0][0]] += 1
-        for (rail, _), devices in found:
+        here = [(grid[leaf], devices) for leaf, devices in hosts.leaves_of[host].items() if leaf in grid]
+        if here:
+            units[Counter(unit for (_, unit), _ in here).most_common(1)[0][0]] += 1
+        for (rail, _), devices in here:
             for device in devices:
                 votes.setdefault(device, Counter())[rail] += 1
                 places.append((host, device, rail))

@@ -103,14 +103,25 @@ def _topology(hosts: dict[str, dict[str, str]], switches: list[str], links: set[
     nodes = tuple(
         Node(
             name=host,
-            nics=tuple(Nic(name=device or host, link_layer="InfiniBand", active=True, leaf=leaf) for device, leaf in ports.items()),
+            nics=tuple(
+                Nic(name=device or host, link_layer="InfiniBand", active=True, leaf=leaf)
+                for device, leaf in ports.items()
+            ),
         )
         for host, ports in hosts.items()
     )
     found: list[Switch] = []
     for name in switches:
-        below = sorted({b if a == name else a for a, b in links if name in (a, b)} & set(leaves)) if name not in leaves else []
-        found.append(Switch(name=name, level=0 if name in leaves else 1, nodes=tuple(leaves.get(name, ())), switches=tuple(below)))
+        below = (
+            sorted({b if a == name else a for a, b in links if name in (a, b)} & set(leaves))
+            if name not in leaves
+            else []
+        )
+        found.append(
+            Switch(
+                name=name, level=0 if name in leaves else 1, nodes=tuple(leaves.get(name, ())), switches=tuple(below)
+            )
+        )
     return Topology(nodes=nodes, switches=tuple(found), source=TITLE, sources={"switches": TITLE})
 
 

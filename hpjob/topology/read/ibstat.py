@@ -15,7 +15,18 @@ _STATUS_DEVICE = re.compile(r"^.{0,60}?Infiniband device '([^']{1,64})' port ([0
 _PORT = re.compile(r"^\W*Port ([0-9]+):\s*$")
 _FIELD = re.compile(r"^\s*([A-Za-z][A-Za-z_ ]{2,30}?)\s*:\s*(\S.*?)?\s*$")
 _PANIC = re.compile(r"stat of IB device '([^']{1,64})' failed")
-_STATES = {"active", "down", "initializing", "initialize", "init", "armed", "no state change", "nop", "active_defer", "unknown"}
+_STATES = {
+    "active",
+    "down",
+    "initializing",
+    "initialize",
+    "init",
+    "armed",
+    "no state change",
+    "nop",
+    "active_defer",
+    "unknown",
+}
 _PHYSICAL = {
     "linkup", "disabled", "polling", "sleep", "portconfigurationtraining", "linkerrorrecovery", "phytest", "phy test",
     "no state change", "link error recovery", "port configuration training", "unknown",

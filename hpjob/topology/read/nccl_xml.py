@@ -75,9 +75,13 @@ def _own_gpus(element: Element) -> list[Element]:
 
 def _gpus(pci: list[Element], partial: bool) -> list[Element]:
     if partial:
-        return sorted((e for e in pci if e.get("class").startswith(_GPU_CLASSES)), key=lambda e: _pci_key(e.get("busid")))
+        return sorted(
+            (e for e in pci if e.get("class").startswith(_GPU_CLASSES)), key=lambda e: _pci_key(e.get("busid"))
+        )
     found = [element for element in pci if _own_gpus(element)]
-    return sorted(found, key=lambda e: min((n for g in _own_gpus(e) if (n := _number(g.get("dev"))) is not None), default=1 << 30))
+    return sorted(
+        found, key=lambda e: min((n for g in _own_gpus(e) if (n := _number(g.get("dev"))) is not None), default=1 << 30)
+    )
 
 
 def _indexed(gpus: list[Element], partial: bool) -> list[tuple[int, Element]]:
@@ -196,7 +200,8 @@ def _topology(
     islands = None
     if links is not None and facts["islands"] is not None:
         islands = tuple(
-            Island(kind=links.kind, gpus=tuple(group), all_to_all=links.is_complete(group)) for group in facts["islands"]
+            Island(kind=links.kind, gpus=tuple(group), all_to_all=links.is_complete(group))
+            for group in facts["islands"]
         )
     node = Node(name=LOCAL_NODE, gpus=found, islands=islands, nics=nics)
     sources = {f"nodes.{LOCAL_NODE}.{name}": TITLE for name in ("gpus", "islands", "nics")}

@@ -12,7 +12,8 @@ from hpjob.topology.read.text import Source
 
 TITLE = "nvidia-smi -q (fabric)"
 _FIELD = re.compile(
-    r"^\s*(?:(?P<host>[A-Za-z0-9][A-Za-z0-9_.-]*):\s+)?(?P<key>State|Status|CliqueId|Clique Id|ClusterUUID|Cluster UUID)"
+    r"^\s*(?:(?P<host>[A-Za-z0-9][A-Za-z0-9_.-]*):\s+)?"
+    r"(?P<key>State|Status|CliqueId|Clique Id|ClusterUUID|Cluster UUID)"
     r"\s*:\s*(?P<value>\S.*?)?\s*$"
 )
 _FABRIC = re.compile(r"^\s*(?:(?P<host>[A-Za-z0-9][A-Za-z0-9_.-]*):\s+)?Fabric\s*$")
@@ -145,7 +146,8 @@ def _malformed(record: _Record) -> bool:
     clique = record.values.get("CliqueId", "N/A")
     uuid = record.values.get("ClusterUUID", "N/A")
     return not (
-        (clique.isdecimal() or _NOT_AVAILABLE.fullmatch(clique)) and (_UUID.fullmatch(uuid) or _NOT_AVAILABLE.fullmatch(uuid))
+        (clique.isdecimal() or _NOT_AVAILABLE.fullmatch(clique))
+        and (_UUID.fullmatch(uuid) or _NOT_AVAILABLE.fullmatch(uuid))
     )
 
 

@@ -10,7 +10,8 @@ from hpjob.topology.model import Gpu, Island, Link, Node, Topology
 from hpjob.topology.read.graph import Pair, disjoint_cliques, islands
 from hpjob.topology.read.reading import LOCAL_NODE, Facts, Reader, Reading
 from hpjob.topology.read.text import Source
-from hpjob.topology.read.topo_matrix import Matrix, Vocabulary, find_matrix
+from hpjob.topology.read.topo_header import Vocabulary
+from hpjob.topology.read.topo_matrix import Matrix, find_matrix
 
 TITLE = "nvidia-smi topo -p2p"
 _WORDS = Vocabulary("X", "OK", "CNS", "GNS", "TNS", "NS", "DR", "U")
@@ -76,9 +77,7 @@ def _topology(gpus: list[int], status: dict[Pair, str], working: set[Pair], is_n
     node = Node(name=LOCAL_NODE, gpus=tuple(Gpu(index=gpu) for gpu in gpus))
     if not is_nvlink:
         return Topology(nodes=(node,), source=TITLE, sources={f"nodes.{LOCAL_NODE}.gpus": TITLE})
-    links = tuple(
-        Link(a=a, b=b, linked=(a, b) in working) for a, b in sorted(status) if a < b and (b, a) in status
-    )
+    links = tuple(Link(a=a, b=b, linked=(a, b) in working) for a, b in sorted(status) if a < b and (b, a) in status)
     whole = len(links) * 2 == len(gpus) * (len(gpus) - 1)
     found = tuple(
         Island(kind="nvlink", gpus=tuple(group), all_to_all=None if not whole else _complete(group, working))

@@ -12,7 +12,8 @@ from hpjob.topology.read.affinity import Affinity, expand_cpus, read_affinity
 from hpjob.topology.read.graph import Pair, all_linked, best_quads, islands, maximal_cliques
 from hpjob.topology.read.reading import LOCAL_NODE, Facts, Reader, Reading
 from hpjob.topology.read.text import Source
-from hpjob.topology.read.topo_matrix import PCIE_LEVELS, Matrix, find_matrix
+from hpjob.topology.read.topo_header import PCIE_LEVELS
+from hpjob.topology.read.topo_matrix import Matrix, find_matrix
 
 TITLE = "nvidia-smi topo -m"
 _PCIE_ONLY = re.compile(r"topo\s+(?:-i\s+\S+\s+)?(?:-mp|--matrix-pci|--matrix_pci)\b")
@@ -246,7 +247,9 @@ def _nics(facts: Facts, gpus: list[int]) -> tuple[Nic, ...]:
         named = {rails[gpus.index(gpu)] for gpu in close} if rails else set()
         rail = named.pop() if len(named) == 1 else None
         found.append(
-            Nic(name=name, near_gpus=close if whole else None, rail=rail, rail_from="text" if rail is not None else None)
+            Nic(
+                name=name, near_gpus=close if whole else None, rail=rail, rail_from="text" if rail is not None else None
+            )
         )
     return tuple(found)
 

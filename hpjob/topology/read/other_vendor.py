@@ -11,7 +11,8 @@ from hpjob.topology.read.affinity import read_affinity
 from hpjob.topology.read.graph import Pair, all_linked, islands
 from hpjob.topology.read.reading import LOCAL_NODE, Facts, Reader, Reading
 from hpjob.topology.read.text import Source
-from hpjob.topology.read.topo_matrix import PCIE_LEVELS, TOPO_WORDS, Matrix, Vocabulary, find_matrix
+from hpjob.topology.read.topo_header import PCIE_LEVELS, TOPO_WORDS, Vocabulary
+from hpjob.topology.read.topo_matrix import Matrix, find_matrix
 
 TITLE = "topology matrix of another vendor"
 _OTHER_LABEL = re.compile(r"\b(?:NPU|DCU|MLU|XPU|HPU|GCU|PPU|DEV|Device|Card|Phy-ID|GPU)[ _-]?([0-9]{1,4})\b", re.I)
@@ -68,7 +69,12 @@ def _normalised(source: Source) -> Source:
     keep = [line for line in source.lines if "ffinity" in line and len(line) < 20_000][:16]
     chosen = lines if lines else keep
     text = "\n".join(_OTHER_LABEL.sub(r"GPU\1", _BOX.sub(" ", line)) for line in chosen)
-    return Source("\n".join(_SELF_WORDS.sub("X", line, count=1) if " X" not in line and "\tX" not in line else line for line in text.split("\n")))
+    return Source(
+        "\n".join(
+            _SELF_WORDS.sub("X", line, count=1) if " X" not in line and "\tX" not in line else line
+            for line in text.split("\n")
+        )
+    )
 
 
 def _link_word(plain: Source) -> str | None:

@@ -101,5 +101,7 @@ def read_bytes(data: bytes, *, kind: str | None = None, name: str = "file") -> R
         UserInputError: The data is too large for any topology, or see :func:`read_text`.
     """
     if len(data) > MAX_BYTES:
-        raise UserInputError(f"{name}: {len(data) >> 20} MiB is more than any topology has", hint="cut it to the listing")
+        raise UserInputError(
+            f"{name}: {len(data) >> 20} MiB is more than any topology has", hint="cut it to the listing"
+        )
     return read_text(decode(data), kind=kind, name=name)

@@ -43,7 +43,12 @@ def confidence(source: Source) -> float:
 def read(source: Source) -> Reading:
     """Read every table that is there; parts that the text lacks are null."""
     tables = _tables(source)
-    numa = {int(match[1]): int(match[2]) for line in source.lines if "opology" in line for match in _NUMA.finditer(line[:500])}
+    numa = {
+        int(match[1]): int(match[2])
+        for line in source.lines
+        if "opology" in line
+        for match in _NUMA.finditer(line[:500])
+    }
     labels = list(dict.fromkeys(label for table in tables.values() for label in table.columns))
     index = _indices(labels)
     gpus = sorted(set(index.values()) | set(numa))
@@ -125,7 +130,11 @@ def _pairs(table: _Table | None, index: dict[str, int]) -> dict[Pair, str]:
     return {
         (index[row], index[column]): cell
         for (row, column), cell in table.cells.items()
-        if row in index and column in index and row != column and _TYPE_WORD.fullmatch(cell) and cell not in ("N/A", "SELF")
+        if row in index
+        and column in index
+        and row != column
+        and _TYPE_WORD.fullmatch(cell)
+        and cell not in ("N/A", "SELF")
     }
 
 

@@ -19,7 +19,18 @@ _GRES_GPU = re.compile(r"gpu(?::([A-Za-z][\w.-]*))?(?::([0-9]+))?(?:\(|,|$)")
 _SINFO_HEADER = re.compile(r"^\s*PARTITION\s+AVAIL.*NODELIST|^\s*NODELIST\s+NODES|^\s*HOSTNAMES\s", re.M)
 _JSON_NODES = re.compile(r"\"(?:nodes|sinfo)\"\s*:\s*\[")
 MAX_GPUS = 64
-UNUSABLE = ("DOWN", "DRAIN", "DRAINED", "DRAINING", "FAIL", "FAILING", "MAINT", "NOT_RESPONDING", "POWERED_DOWN", "REBOOT")
+UNUSABLE = (
+    "DOWN",
+    "DRAIN",
+    "DRAINED",
+    "DRAINING",
+    "FAIL",
+    "FAILING",
+    "MAINT",
+    "NOT_RESPONDING",
+    "POWERED_DOWN",
+    "REBOOT",
+)
 
 
 @dataclass
@@ -132,7 +143,9 @@ def _dicts(value: Any) -> list[dict[str, Any]]:
 
 
 def _strings(value: Any) -> list[str]:
-    return [str(item) for item in value] if isinstance(value, list) else ([str(value)] if isinstance(value, str) else [])
+    return (
+        [str(item) for item in value] if isinstance(value, list) else ([str(value)] if isinstance(value, str) else [])
+    )
 
 
 def _read_entry(entry: dict[str, Any], found: dict[str, _NodeFacts]) -> None:

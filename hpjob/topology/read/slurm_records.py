@@ -128,7 +128,9 @@ def _field_number(body: str, key: str) -> int | None:
 
 
 def _field_list(body: str, key: str) -> str | None:
-    match = re.search(rf"['\"]{key}['\"]\s*:\s*(?:\[([^\n]*?)(?:\]\s*(?:,\s*u?['\"]|$)|\s*\Z)|u?['\"]([^'\"]*)['\"])", body)
+    match = re.search(
+        rf"['\"]{key}['\"]\s*:\s*(?:\[([^\n]*?)(?:\]\s*(?:,\s*u?['\"]|$)|\s*\Z)|u?['\"]([^'\"]*)['\"])", body
+    )
     if match is None:
         return None
     if match[1] is None:

@@ -86,7 +86,7 @@ def _put(stack: list[Any], keys: list[str | None], value: Any) -> None:
 
 def load_yaml(text: str) -> Any:
     """Return the documents of a YAML text, or None; anchors are refused, since they can expand without end."""
-    if len(text) > MAX_YAML or "&" in text and re.search(r"[:-]\s+&\w", text):
+    if len(text) > MAX_YAML or ("&" in text and re.search(r"[:-]\s+&\w", text)):
         return None
     try:
         return list(yaml.load_all(text, Loader=_Loader))

@@ -9,7 +9,9 @@ from hpjob.topology.read.reading import LOCAL_NODE, Facts, Reader, Reading
 from hpjob.topology.read.text import Source, by_number
 
 TITLE = "/sys/class/infiniband"
-_ROW = re.compile(r"^[\s./]*(?:sys/class/infiniband/)?([A-Za-z][\w.-]{1,40})/ports/([0-9]+)/(rate|state|link_layer|phys_state)\s*[:=]\s*(\S.*?)\s*$")
+_ROW = re.compile(
+    r"^[\s./]*(?:sys/class/infiniband/)?([A-Za-z][\w.-]{1,40})/ports/([0-9]+)/(rate|state|link_layer|phys_state)\s*[:=]\s*(\S.*?)\s*$"
+)
 _ANY = re.compile(r"/ports/[0-9]+/(?:rate|state|link_layer)\s*[:=]")
 
 

@@ -9,7 +9,12 @@ from __future__ import annotations
 import re
 from functools import cached_property
 
-_BOMS = ((b"\xff\xfe\x00\x00", "utf-32"), (b"\xef\xbb\xbf", "utf-8-sig"), (b"\xff\xfe", "utf-16"), (b"\xfe\xff", "utf-16"))
+_BOMS = (
+    (b"\xff\xfe\x00\x00", "utf-32"),
+    (b"\xef\xbb\xbf", "utf-8-sig"),
+    (b"\xff\xfe", "utf-16"),
+    (b"\xfe\xff", "utf-16"),
+)
 _TERMINAL_CODE = re.compile(
     r"\x1b\[[0-?]*[ -/]*[@-~]"  # colours, underline, cursor
     r"|\x1b\][^\x07\x1b\n]*(?:\x07|\x1b\\)"  # window title
@@ -20,7 +25,9 @@ _TERMINAL_CODE = re.compile(
 _DROPPED = dict.fromkeys(map(ord, "\x00\x0e\x0f\x7f\u200b\u200c\u200d\u2060\ufeff"))
 _BLANKS = dict.fromkeys(map(ord, "\u00a0\u2002\u2003\u2007\u2009\u202f\u3000"), " ")
 _NEWLINES = dict.fromkeys(map(ord, "\x0b\x0c\u2028\u2029\x85"), "\n")
-_CONTROL = {code: "\ufffd" for code in range(32) if chr(code) not in "\t\n"} | {code: "\ufffd" for code in range(0x80, 0xA0)}
+_CONTROL = {code: "\ufffd" for code in range(32) if chr(code) not in "\t\n"} | {
+    code: "\ufffd" for code in range(0x80, 0xA0)
+}
 _TRANSLATION = {**_CONTROL, **_DROPPED, **_BLANKS, **_NEWLINES}
 
 MAX_LINE = 2_000_000
