@@ -15,7 +15,7 @@ from hpjob.topology.read.structured import load_json
 from hpjob.topology.read.text import Source
 
 TITLE = "Google Cloud physical host"
-_LINE = re.compile(r"^\s*(-\s+)?[\"']?([A-Za-z][A-Za-z0-9_.]{1,60})[\"']?\s*:\s*(.*?)\s*,?\s*$")
+_LINE = re.compile(r"^\s*(-\s+)?[\"']?([A-Za-z][A-Za-z0-9_.]{1,60})[\"']?\s*:(.*)$")
 _PATH = re.compile(r"(?:^|[\s\"'=:])(/[\w-]{3,64}/[\w-]{3,64}(?:/[\w-]{3,64})?)(?=[\s\"',]|$)")
 _MARK = re.compile(
     r"physicalHostTopology|physicalHost\b|physical_host\b|physicalTopology|reservation(?:Sub)?Block\b", re.I
@@ -25,7 +25,8 @@ _HOST_KEYS = {"instanceid": "instance_id", "name": "name", "id": "instance_id", 
 
 def confidence(source: Source) -> float:
     """High when the physical topology or host is named."""
-    return 0.9 if _MARK.search(source.text) else 0.0
+    marks = ("physicalhost", "physical_host", "physicaltopology", "reservationblock", "reservationsubblock")
+    return 0.9 if any(mark in source.lower for mark in marks) and _MARK.search(source.text) else 0.0
 
 
 def read(source: Source) -> Reading:
@@ -78,7 +79,7 @@ def _pairs(source: Source) -> list[tuple[bool, str, str]]:
     for line in source.lines:
         match = _LINE.match(line) if ":" in line and len(line) < 2000 else None
         if match:
-            found.append((bool(match[1]), match[2].lower(), match[3].strip("\"' ")))
+            found.append((bool(match[1]), match[2].lower(), match[3].strip().rstrip(",").strip("\"' ")))
     return found
 
 

@@ -57,11 +57,14 @@ class Fabric:
 
     nodes: dict[NodeKey, IbNode] = field(default_factory=dict)
     cables: set[frozenset[End]] = field(default_factory=set)
+    contradicted: int = 0
+    """Cables left out because a port that has another cable shows them."""
     rates: list[tuple[int, str]] = field(default_factory=list)
     """Width and speed of every port line that shows them."""
 
     def __post_init__(self) -> None:
         self.neighbours: dict[NodeKey, list[NodeKey]] = {}
+        self._shown_by: dict[frozenset[End], set[NodeKey]] = {}
 
     def node(self, key: NodeKey, is_switch: bool, description: str | None) -> IbNode:
         """Return the node, made when it is new; the first description holds."""
@@ -72,13 +75,39 @@ class Fabric:
             found.description = description
         return found
 
-    def connect(self, a: End, b: End) -> None:
-        """Add a cable unless the other end has already shown it."""
-        cable = frozenset((a, b))
-        if cable not in self.cables and a != b:
+    def show(self, here: End, there: End, sure: bool) -> None:
+        """Note that the record of ``here`` shows a cable to ``there``; :meth:`settle` decides.
+
+        Args:
+            here: End in whose record the line stands.
+            there: The other end.
+            sure: The line itself says that it belongs to this record.
+        """
+        if here[0] != there[0]:
+            shown_by = self._shown_by.setdefault(frozenset((here, there)), set())
+            shown_by.update((here[0], there[0]) if sure else (here[0],))
+
+    def settle(self) -> None:
+        """Take the cables that do not contradict each other.
+
+        A port has one cable. Where a port shows two, and everywhere in a record that lists a port
+        twice, a cable counts only when both ends show it, or a line that says where it belongs.
+        """
+        at: dict[End, list[frozenset[End]]] = {}
+        for cable in self._shown_by:
+            for end in cable:
+                at.setdefault(end, []).append(cable)
+        doubled = {end for end, cables in at.items() if len(cables) > 1}
+        mixed_up = {end[0] for end in doubled if sum(end[0] in self._shown_by[cable] for cable in at[end]) > 1}
+        for cable, shown_by in self._shown_by.items():
+            suspect = any(end in doubled for end in cable) or bool(shown_by & mixed_up)
+            if suspect and len(shown_by) < 2:
+                self.contradicted += 1
+                continue
             self.cables.add(cable)
-            self.neighbours.setdefault(a[0], []).append(b[0])
-            self.neighbours.setdefault(b[0], []).append(a[0])
+            (a, _), (b, _) = cable
+            self.neighbours.setdefault(a, []).append(b)
+            self.neighbours.setdefault(b, []).append(a)
 
     @property
     def switches(self) -> list[IbNode]:

@@ -15,27 +15,37 @@ from hpjob.topology.read.reading import Facts, Reader, Reading
 from hpjob.topology.read.text import Source
 
 TITLE = "ibnetdiscover"
-_NODE = re.compile(r"^\W{0,8}(Switch|Ca|Rt)\s+([0-9]{1,4})\s+\"([^\"]{1,80})\"\s*(?:#\s*(.*))?$")
+_NODE = re.compile(r"^\W{0,8}(Switch|Ca|Rt)\s+([0-9]{1,4})\s+\"([SHR]-[^\"\s\ufffd]{1,80})\"\s*(?:#\s*(.*))?$")
 _PORT = re.compile(
-    r"^\W{0,8}\[([0-9]{1,4})\](?:\[[^\]]{0,20}\])?(?:\([^)]{0,40}\))?\s+\"([^\"]{1,80})\"\[([0-9]{1,4})\](?:\[[^\]]{0,20}\])?"
+    r"^\W{0,8}\[([0-9]{1,4})\](?:\[[^\]]{0,20}\])?(\([^)]{0,40}\))?\s+\"([SHR]-[^\"\s\ufffd]{1,80})\"\[([0-9]{1,4})\](?:\[[^\]]{0,20}\])?"
     r"(?:\([^)]{0,40}\))?\s*(?:#\s*(.*))?$"
 )
+_BETWEEN = re.compile(r"\s*(?:vendid|devid|sysimgguid|switchguid|caguid)=")
+"""Lines before a record; local ports of adapters carry a GUID, those of switches do not."""
 _QUOTED = re.compile(r"\"([^\"]*)\"")
 _RATE = re.compile(r"\b([0-9]{1,2})x\s?([A-Z]{3}[0-9]{0,3})\b")
 _LID = re.compile(r"\blid\s+([0-9]+)")
+_PORT_GUID = re.compile(r"\"(H-[^\"\s]{1,80})\"\[([0-9]{1,4})\](?:\[[^\]]{0,20}\])?\(([^)]{0,40})\)")
+_HEX = re.compile(r"[0-9a-fA-F]{1,16}")
+_GUIDS_OF_A_CARD = 64
 _HEX_ID = re.compile(r"[SHR]-[0-9a-fA-F]+")
-_ANY_NODE = re.compile(r"^[^\n\"]{0,30}\b(?:Switch|Ca)\s+[0-9]+\s+\"[SHR]-", re.M)
+_ANY_NODE = re.compile(r"^[^\n\"]{0,30}\b(?:Switch|Ca)\s+[0-9]+\s+\"[SHR]-")
+_ANY_PORT = re.compile(r"[ \t]*\[[0-9]+\][^\n\"]{0,40}\"[SH]-")
+_MAX_CANDIDATES = 20_000
 
 
 def confidence(source: Source) -> float:
     """High when records with S- or H- ids are there."""
-    if '"' not in source.text:
-        return 0.0
-    if _ANY_NODE.search(source.text):
+    if '"S-' not in source.text and '"H-' not in source.text:
+        return 0.7 if "Topology file: generated" in source.text else 0.0
+    lines = [
+        line for needle in ('"S-', '"H-') for _, line in source.lines_with(needle, _MAX_CANDIDATES) if len(line) < 2000
+    ]
+    if any(_ANY_NODE.search(line) for line in lines):
         return 0.95
     if "Topology file: generated" in source.text:
         return 0.7
-    return 0.6 if re.search(r"^\s*\[[0-9]+\][^\n\"]{0,40}\"[SH]-", source.text, re.M) else 0.0
+    return 0.6 if any(_ANY_PORT.match(line) for line in lines) else 0.0
 
 
 def read(source: Source) -> Reading:
@@ -50,39 +60,69 @@ def read(source: Source) -> Reading:
 def parse_fabric(source: Source) -> Fabric:
     """Build the fabric; a port line belongs to the record above it."""
     fabric = Fabric()
+    guids = {
+        (m[1], int(m[2])): m[3] for line in source.lines if '"H-' in line for m in _PORT_GUID.finditer(line[:2000])
+    }
     current: NodeKey | None = None
+    ends_at_blank = not _is_double_spaced(source.lines)
     for line in source.lines:
         if '"' not in line or len(line) > 2000:
+            if _BETWEEN.match(line) or (ends_at_blank and not line.strip()):
+                current = None
             continue
         node = _NODE.match(line)
         if node:
             current = _record(fabric, node)
             continue
         port = _PORT.match(line)
-        if port and current is not None:
-            _cable(fabric, current, port)
+        if port and current is not None and fabric.nodes[current].is_switch != bool(port[2]):
+            _cable(fabric, current, port, guids)
+    fabric.settle()
     return fabric
 
 
+def _is_double_spaced(lines: list[str]) -> bool:
+    """Whether a paste put an empty line behind every line, so that one does not end a record."""
+    ports = [number for number, line in enumerate(lines) if number and line.lstrip()[:1] == "[" and '"' in line]
+    return bool(ports) and sum(not lines[number - 1].strip() for number in ports) * 2 > len(ports)
+
+
 def _record(fabric: Fabric, match: re.Match[str]) -> NodeKey:
-    is_switch = match[1] == "Switch" or match[3].startswith("S-")
+    is_switch = match[1] == "Switch"
     quoted = _QUOTED.search(match[4] or "")
     key = _key(match[3], quoted[1] if quoted else None, _lid(match[4]))
     fabric.node(key, is_switch, quoted[1] if quoted else None).has_record = True
     return key
 
 
-def _cable(fabric: Fabric, current: NodeKey, match: re.Match[str]) -> None:
-    comment = match[4] or ""
+def _cable(fabric: Fabric, current: NodeKey, match: re.Match[str], guids: dict[tuple[str, int], str]) -> None:
+    own = _owns(current[0], int(match[1]), match[2], guids) if match[2] else None
+    if own is False:
+        return
+    comment = match[5] or ""
     quoted = _QUOTED.search(comment)
     description = quoted[1] if quoted else None
     behind = comment[quoted.end() :] if quoted else comment
-    other = _key(match[2], description, _lid(behind))
-    fabric.node(other, match[2].startswith("S-"), description)
-    fabric.connect((current, int(match[1])), (other, int(match[3])))
+    other = _key(match[3], description, _lid(behind))
+    fabric.node(other, match[3].startswith("S-"), description)
+    fabric.show((current, int(match[1])), (other, int(match[4])), sure=bool(own))
     rate = _RATE.search(behind)
     if rate:
         fabric.rates.append((int(rate[1]), rate[2]))
+
+
+def _owns(node_id: str, port: int, guid: str, guids: dict[tuple[str, int], str]) -> bool | None:
+    """Whether an adapter's port line belongs to the record above it, by its GUID; None = redacted.
+
+    Port GUIDs follow the node's, or are what the switch at the other end prints for that port.
+    """
+    own, node = guid.strip("()"), node_id[2:]
+    if not (_HEX.fullmatch(own) and _HEX.fullmatch(node)):
+        return None
+    known = guids.get((node_id, port))
+    if known is not None and _HEX.fullmatch(known) and int(known, 16) == int(own, 16):
+        return True
+    return abs(int(own, 16) - int(node, 16)) <= _GUIDS_OF_A_CARD
 
 
 def _lid(text: str | None) -> str:
@@ -179,6 +219,8 @@ def _missing(fabric: Fabric, there: set[tuple[int, str]]) -> list[str]:
 
 def _notes(fabric: Fabric, facts: Facts) -> list[str]:
     notes = [] if fabric.cables else ["no cable: the port is down, or the text shows too little"]
+    if fabric.contradicted:
+        notes.append(f"{fabric.contradicted} port lines contradict others and were left out")
     if facts["degraded_ends"]:
         notes.append(f"{facts['degraded_ends']} port lines show less width than the others")
     for host, devices in (facts["swapped_cables"] or {}).items():

@@ -18,7 +18,7 @@ End = tuple[str, int]
 
 def confidence(source: Source) -> float:
     """Certain when the Hca keyword or plain node ids are there, which ibnetdiscover never prints."""
-    if '"' not in source.text:
+    if '"' not in source.text or ("Hca" not in source.text and "Switch" not in source.text):
         return 0.0
     if _HCA.search(source.text):
         return 0.97

@@ -13,7 +13,7 @@ TITLE = "ibstat"
 _CA = re.compile(r"^.{0,60}?\bCA '([^']{1,64})'")
 _STATUS_DEVICE = re.compile(r"^.{0,60}?Infiniband device '([^']{1,64})' port ([0-9]+) status", re.I)
 _PORT = re.compile(r"^\W*Port ([0-9]+):\s*$")
-_FIELD = re.compile(r"^\s*([A-Za-z][A-Za-z_ ]{2,30}?)\s*:\s*(\S.*?)?\s*$")
+_FIELD = re.compile(r"^\s*([A-Za-z][A-Za-z_ ]{2,30}?)\s*:(.*)$")
 _PANIC = re.compile(r"stat of IB device '([^']{1,64})' failed")
 _STATES = {
     "active",
@@ -52,6 +52,8 @@ class _Adapter:
 
 def confidence(source: Source) -> float:
     """High when adapters are named the way the tool does."""
+    if "CA '" not in source.text and "Infiniband device" not in source.text and "ibpanic" not in source.text:
+        return 0.0
     if re.search(r"^.{0,60}?\bCA '[^'\n]+'", source.text, re.M) or "Infiniband device '" in source.text:
         return 0.95
     return 0.5 if _PANIC.search(source.text) else 0.0
@@ -95,7 +97,8 @@ def _set(adapter: _Adapter, line: str, at_end: bool) -> None:
     key = _KEYS.get(match[1].strip().lower()) if match else None
     if match is None or key is None or (key != "card" and adapter.port not in (1, None)):
         return
-    value = re.sub(r"^[0-9]+:\s+", "", match[2] or "") if key in _KNOWN else (match[2] or "")
+    value = match[2].strip()
+    value = re.sub(r"^[0-9]+:\s+", "", value) if key in _KNOWN else value
     if "..." in value or "…" in value or not value:
         return
     if at_end and (value.lower() not in _KNOWN[key] if key in _KNOWN else len(value) < 18):

@@ -9,7 +9,7 @@ from hpjob.topology.read.reading import LOCAL_NODE, Facts, Reader, Reading
 from hpjob.topology.read.text import Source
 
 TITLE = "vendor NIC table"
-_ITEM = re.compile(r"^\s*(-\s+)?([A-Za-z][A-Za-z0-9_]{1,40})\s*:\s*(.*?)\s*$")
+_ITEM = re.compile(r"^\s*(-\s+)?([A-Za-z][A-Za-z0-9_]{1,40})\s*:(.*)$")
 _GPU = re.compile(r"GPU\s*([0-9]{1,4})", re.I)
 
 
@@ -52,10 +52,10 @@ def _rows(source: Source) -> list[dict[str, str]]:
         if key == "pfs":
             inside = True
         elif dash:
-            rows.append({key: value.strip("\"'")})
+            rows.append({key: value.strip(" \t\"'")})
             inside = True
         elif inside and rows:
-            rows[-1].setdefault(key, value.strip("\"'"))
+            rows[-1].setdefault(key, value.strip(" \t\"'"))
     return [row for row in rows if "connectedGPU" in row or "pciAddress" in row]
 
 

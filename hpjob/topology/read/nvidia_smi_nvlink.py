@@ -18,7 +18,8 @@ _REMOTE = re.compile(
     r"(?:Remote Device\s+)?([0-9A-Fa-f]{4,8}:[0-9A-Fa-f]{2}:[0-9A-Fa-f]{2}\.[0-9A-Fa-f])(?:\s*:\s*Link\s+([0-9]{1,3}))?"
 )
 _INACTIVE = re.compile(r"inactive", re.I)
-_ANY_LINK = re.compile(r"^\W*Link\s+[0-9]{1,3}\s*[:,]", re.M)
+_ANY_LINK = re.compile(r"^[^\w\n]{0,40}Link[ \t]+[0-9]{1,3}[ \t]*[:,]")
+_MAX_CANDIDATES = 20_000
 _ROW_BEGUN = re.compile(r"\bLink?\s*[0-9]*$|\bL(?:in?)?$")
 _PLACEHOLDER = re.compile(r"F+:FF:FF\.0", re.I)
 
@@ -36,11 +37,12 @@ def confidence(source: Source) -> float:
     """High when GPU lines are followed by link lines, or by the text that none is active."""
     if "Link" not in source.text or "GPU" not in source.text:
         return 0.0
-    if _ANY_LINK.search(source.text) and re.search(r"GPU\s+[0-9]+\s*:", source.text):
+    rows = any(_ANY_LINK.match(line) for _, line in source.lines_with("Link", _MAX_CANDIDATES))
+    if rows and re.search(r"GPU\s+[0-9]+\s*:", source.text):
         return 0.95
-    if re.search(r"all links are inactive", source.text, re.I):
+    if "all links are inactive" in source.lower:
         return 0.95
-    return 0.2 if _ANY_LINK.search(source.text) else 0.0
+    return 0.2 if rows else 0.0
 
 
 def read(source: Source) -> Reading:

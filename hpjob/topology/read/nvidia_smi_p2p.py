@@ -41,7 +41,7 @@ def read(source: Source) -> Reading:
     missing = [gpu for gpu in gpus if f"GPU{gpu}" not in matrix.rows]
     whole = not missing and all((a, b) in status for a, b in permutations(gpus, 2))
     working = {(a, b) for a, b in status if a < b and status[a, b] == "OK" and status.get((b, a)) == "OK"}
-    capability = _capability(source, matrix)
+    capability = _capability(matrix)
     facts: Facts = {
         "gpus": len(gpus),
         "capability": capability,
@@ -66,9 +66,9 @@ def _groups(gpus: list[int], working: set[Pair]) -> list[list[int]]:
     return sorted(clique for group in islands(gpus, working) for clique in disjoint_cliques(group, working))
 
 
-def _capability(source: Source, matrix: Matrix) -> str | None:
-    first = min((row.number for row in matrix.rows.values()), default=len(source.lines))
-    found = [match[1] for line in source.lines[:first] if "p2p" in line and (match := _COMMAND.search(line))]
+def _capability(matrix: Matrix) -> str | None:
+    first = min((row.number for row in matrix.rows.values()), default=len(matrix.lines))
+    found = [match[1] for line in matrix.lines[:first] if "p2p" in line and (match := _COMMAND.search(line))]
     return found[-1] if found else None
 
 

@@ -52,9 +52,9 @@ def read(source: Source) -> Reading:
         return Reading(kind="nvsmi_topo", facts={"gpus": None}, notes=("no matrix in this text",))
     gpus = matrix.gpu_columns or sorted(int(label[3:]) for label in matrix.rows if re.fullmatch(r"GPU[0-9]+", label))
     pairs = _read_pairs(matrix, gpus)
-    names, rails = _legend(source, matrix)
+    names, rails = _legend(matrix)
     affinity = read_affinity(matrix, [f"GPU{gpu}" for gpu in gpus])
-    hidden = _hides_nvlink(source, matrix)
+    hidden = _hides_nvlink(matrix)
     facts = _link_facts(gpus, pairs, hidden)
     near = _near_nics(matrix, gpus)
     facts |= _nic_facts(matrix, gpus, near, names, rails)
@@ -81,9 +81,9 @@ def _read_pairs(matrix: Matrix, gpus: list[int]) -> _Pairs:
     return pairs
 
 
-def _hides_nvlink(source: Source, matrix: Matrix) -> bool:
-    first = min((row.number for row in matrix.rows.values()), default=len(source.lines))
-    return any(_PCIE_ONLY.search(line) for line in source.lines[:first] if "topo" in line)
+def _hides_nvlink(matrix: Matrix) -> bool:
+    first = min((row.number for row in matrix.rows.values()), default=len(matrix.lines))
+    return any(_PCIE_ONLY.search(line) for line in matrix.lines[:first] if "topo" in line)
 
 
 def _link_facts(gpus: list[int], pairs: _Pairs, hidden: bool) -> Facts:
@@ -129,11 +129,11 @@ def _near_nics(matrix: Matrix, gpus: list[int]) -> dict[int, tuple[str, list[str
     return near
 
 
-def _legend(source: Source, matrix: Matrix) -> tuple[dict[str, str], dict[str, int]]:
+def _legend(matrix: Matrix) -> tuple[dict[str, str], dict[str, int]]:
     first = min((row.number for row in matrix.rows.values()), default=0)
     names: dict[str, str] = {}
     rails: dict[str, int] = {}
-    for line in source.lines[first : matrix.end]:
+    for line in matrix.lines[first:]:
         match = _LEGEND.match(line) if "NIC" in line and len(line) < 1000 else None
         if match is None or match[2] in (*PCIE_LEVELS, "X", "Legend") or match[1] in names:
             continue

@@ -16,6 +16,8 @@ from hpjob.topology.read.topo_matrix import Matrix, find_matrix
 
 TITLE = "topology matrix of another vendor"
 _OTHER_LABEL = re.compile(r"\b(?:NPU|DCU|MLU|XPU|HPU|GCU|PPU|DEV|Device|Card|Phy-ID|GPU)[ _-]?([0-9]{1,4})\b", re.I)
+_LABEL_NEEDLES = ("GPU", "NPU", "DCU", "MLU", "XPU", "HPU", "GCU", "PPU", "DEV", "Device", "Card", "Phy-ID")
+_MAX_CANDIDATES = 4_096
 _BOX = re.compile(r"[│┃║|+┼╋╬├┤┌┐└┘─━═╔╗╚╝╠╣╦╩]")
 _CELL = re.compile(r"(?!N/A|GPU|NIC|CPU|NUMA)[A-Z][A-Z0-9_]{1,11}")
 _NO_LINK = ("NA", "NS", "U", "UNKNOWN", "NONE", "SELF", "OK", "CNS", "GNS", "TNS", "DR")
@@ -65,16 +67,21 @@ def read(source: Source) -> Reading:
 
 def _normalised(source: Source) -> Source:
     """Boxes become blanks, labels become GPUn; bounded to what a matrix may need."""
-    lines = [line for line in source.lines if len(line) < 20_000 and _OTHER_LABEL.search(line)][:4096]
-    keep = [line for line in source.lines if "ffinity" in line and len(line) < 20_000][:16]
-    chosen = lines if lines else keep
-    text = "\n".join(_OTHER_LABEL.sub(r"GPU\1", _BOX.sub(" ", line)) for line in chosen)
-    return Source(
-        "\n".join(
-            _SELF_WORDS.sub("X", line, count=1) if " X" not in line and "\tX" not in line else line
-            for line in text.split("\n")
-        )
-    )
+    if "other vendor" in source.cache:
+        known: Source = source.cache["other vendor"]
+        return known
+    places: dict[int, str] = {}
+    for needle in _LABEL_NEEDLES:
+        places.update(place for place in source.lines_with(needle, _MAX_CANDIDATES) if len(place[1]) < 20_000)
+    chosen = [places[at] for at in sorted(places) if _OTHER_LABEL.search(places[at])][:4096]
+    source.cache["other vendor"] = Source("\n".join(map(_plain_line, chosen)))
+    plain: Source = source.cache["other vendor"]
+    return plain
+
+
+def _plain_line(line: str) -> str:
+    line = _OTHER_LABEL.sub(r"GPU\1", _BOX.sub(" ", line))
+    return line if " X" in line or "\tX" in line else _SELF_WORDS.sub("X", line, count=1)
 
 
 def _link_word(plain: Source) -> str | None:

@@ -37,7 +37,8 @@ class _Table:
 
 def confidence(source: Source) -> float:
     """High when a title or a NUMA line of the tool is there."""
-    return 0.95 if _ANY.search(source.text) else 0.0
+    marks = ("rocm system", "between two gpus", "(topology)", " table")
+    return 0.95 if any(mark in source.lower for mark in marks) and _ANY.search(source.text) else 0.0
 
 
 def read(source: Source) -> Reading:

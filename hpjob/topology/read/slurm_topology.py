@@ -8,45 +8,50 @@ from collections import Counter
 from hpjob.topology.read.reading import Facts, Reader, Reading
 from hpjob.topology.read.slurm_addr import looks_like_addr, read_addr
 from hpjob.topology.read.slurm_canonical import TITLE, Expander, heights, slurm_topology, whole_children
-from hpjob.topology.read.slurm_records import Record, Records, line_records, pyslurm_records
+from hpjob.topology.read.slurm_records import Record, Records, line_records, pyslurm_records, relevant_lines
 from hpjob.topology.read.slurm_yaml import YamlTopologies, looks_like_yaml, yaml_topologies
 from hpjob.topology.read.text import Source
 
 MAX_RING = 16
-_RECORD = re.compile(r"(?:Switch|Block|Ring|Torus)Name=|AggregatedBlock=|BlockSizes=", re.I)
 _GUID_NODES = re.compile(r"SwitchName=\S+\s+Nodes=0x[0-9a-f]{12,16}(?:[,\s]|$)", re.I)
 _PYSLURM_MARK = re.compile(r"['\"]link_speed['\"]")
-_NO_TOPOLOGY = re.compile(r"no topology information available", re.I)
+_MARKS = ("switchname=", "blockname=", "ringname=", "torusname=", "aggregatedblock=", "blocksizes=")
+_NO_TOPOLOGY = "no topology information available"
 _PLUGIN_LINE = re.compile(r"TopologyPlugin\s*=\s*topology/(\w+)")
 
 
 def confidence(source: Source) -> float:
     """High when records of switches, blocks, rings or an address are there."""
     text = source.text
+    lower = source.lower
     if "SwitchName=" in text and _GUID_NODES.search(text):
         return 0.3
-    if _RECORD.search(text) or looks_like_addr(text):
+    if has_records(source) or looks_like_addr(text) or looks_like_yaml(text):
         return 0.93
-    if looks_like_yaml(text):
-        return 0.93
-    if _PYSLURM_MARK.search(text) and "switches" in text:
+    if "link_speed" in text and "switches" in text and _PYSLURM_MARK.search(text):
         return 0.9
-    return 0.8 if _NO_TOPOLOGY.search(text) else (0.6 if _PLUGIN_LINE.search(text) else 0.0)
+    return 0.8 if _NO_TOPOLOGY in lower else (0.6 if "topologyplugin" in lower and _PLUGIN_LINE.search(text) else 0.0)
+
+
+def has_records(source: Source) -> bool:
+    """Whether a record or a line of block sizes is there."""
+    return any(mark in source.lower for mark in _MARKS)
 
 
 def read(source: Source) -> Reading:
     """Read whichever form the text has."""
     text = source.text
-    if looks_like_addr(text) and not re.search(r"(?:Switch|Block)Name=", text):
+    records_there = has_records(source)
+    if looks_like_addr(text) and not records_there:
         return read_addr(text)
     yaml_file = None
-    if not _RECORD.search(text) and looks_like_yaml(text):
+    if not records_there and looks_like_yaml(text):
         yaml_file = yaml_topologies(text)
         records = yaml_file.records
-    elif not _RECORD.search(text) and _PYSLURM_MARK.search(text):
+    elif not records_there and _PYSLURM_MARK.search(text):
         records = pyslurm_records(text)
     else:
-        records = line_records(text)
+        records = line_records(relevant_lines(source.lines))
     return _reading(records, yaml_file, text)
 
 
@@ -120,7 +125,7 @@ def _plugin(by_kind: dict[str, list[Record]], yaml_file: YamlTopologies | None, 
         return {"none": "flat", "default": "flat", "3d_torus": "torus3d"}.get(named[1], named[1])
     if re.search(r"BlockSizes=", text, re.I):
         return "block"
-    return "flat" if _NO_TOPOLOGY.search(text) else None
+    return "flat" if _NO_TOPOLOGY in text.lower() else None
 
 
 def _tree_facts(switches: list[Record], printed: bool, expand: Expander) -> Facts:

@@ -11,7 +11,7 @@ import yaml
 
 _TOKEN = re.compile(r"[{}\[\]:]|\"(?:[^\"\\\n]|\\.){0,5000}\"|-?[0-9]+(?:\.[0-9]+)?|[A-Za-z_][A-Za-z0-9_]*|\.\.\.|…")
 _WORDS = {"true": True, "false": False, "null": None}
-_ELISION = re.compile(r"^[\s,]*(?://|#)?\s*(?:\.\.\.|…)", re.M)
+_ELISION = re.compile(r"^[ \t,]*(?://|#)?[ \t]*(?:\.\.\.|…)", re.M)
 MAX_TOLERANT = 8_000_000
 MAX_YAML = 2_000_000
 _Loader: Any = getattr(yaml, "CSafeLoader", yaml.SafeLoader)

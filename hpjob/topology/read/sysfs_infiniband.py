@@ -10,7 +10,7 @@ from hpjob.topology.read.text import Source, by_number
 
 TITLE = "/sys/class/infiniband"
 _ROW = re.compile(
-    r"^[\s./]*(?:sys/class/infiniband/)?([A-Za-z][\w.-]{1,40})/ports/([0-9]+)/(rate|state|link_layer|phys_state)\s*[:=]\s*(\S.*?)\s*$"
+    r"^[\s./]*(?:sys/class/infiniband/)?([A-Za-z][\w.-]{1,40})/ports/([0-9]+)/(rate|state|link_layer|phys_state)\s*[:=](.*)$"
 )
 _ANY = re.compile(r"/ports/[0-9]+/(?:rate|state|link_layer)\s*[:=]")
 
@@ -31,7 +31,7 @@ def read(source: Source) -> Reading:
         device, port, key, value = match.groups()
         found = values.setdefault(device, {})
         if ports.setdefault(device, port) == port:
-            found.setdefault(key, value)
+            found.setdefault(key, value.strip())
     names = by_number(list(values))
     rates = {name: int(m[0]) for name in values if (m := re.match(r"[0-9]+", values[name].get("rate", "")))}
     states = [found.get("state", "") for found in values.values()]

@@ -66,7 +66,7 @@ def split_header(text: str, words: Vocabulary) -> tuple[list[str], list[str], li
     leftover: list[str] = []
     limit = min((start for start, _ in found), default=len(text))
     for match in re.finditer(r"\S+", text):
-        pieces = _label_pieces(match[0], words)
+        pieces = _label_pieces(match[0].replace("\ufffd", ""), words)
         if pieces and match.start() < limit:
             labels.extend(pieces)
         else:

@@ -24,6 +24,11 @@ from hpjob.topology.read.topo_header import (
 )
 
 _STOPS_CELLS = re.compile(r"[0-9<#(/-]|N/A")
+_HAS_WORD = re.compile(r"[A-Za-z0-9]")
+_MAX_CANDIDATES = 20_000
+_BEFORE = 8_000
+_BEHIND = 4_000_000
+_MAX_LINES = 8_000
 ELLIPSIS = re.compile(r"\.\.\.|…|\[?snip|\[?truncated", re.I)
 _MAY_MATTER = re.compile("GPU|NIC|mlx|X|SYS|NODE|PIX|PXB|PHB|Affinity|OK|NS")
 
@@ -56,8 +61,8 @@ class Matrix:
     """Names of the columns behind the cells: cpu, numa, gpu_numa, in the order printed."""
     rows: dict[str, Row]
     header_seen: bool
-    end: int
-    """Number of the line behind the matrix."""
+    lines: list[str]
+    """Lines before, of and behind the matrix, up to the next one; rows number into it."""
     ends_text: bool
     """Nothing but marks of an elision follows the last row."""
     notes: list[str] = field(default_factory=list)
@@ -92,7 +97,7 @@ def parse_row(line: str, number: int, known: set[str], words: Vocabulary = TOPO_
         return None
     spans = _spans(line)
     for position, (word, start, end) in enumerate(spans[:12]):
-        label = word.rstrip(":")
+        label = word.rstrip(":").replace("\ufffd", "")
         glued = words.glued_row.fullmatch(word)
         if glued:
             inner = [(glued[2], start + len(glued[1]), end), *spans[position + 1 :]]
@@ -124,6 +129,8 @@ def _cells(
         elif ELLIPSIS.match(word):
             elided = True
             break
+        elif not _HAS_WORD.search(word) and not _STOPS_CELLS.match(word):
+            continue
         elif _STOPS_CELLS.match(word) or len(cells) > MAX_COLUMNS:
             break
         else:
@@ -139,13 +146,33 @@ def _cells(
 
 def find_matrix(source: Source, words: Vocabulary = TOPO_WORDS) -> Matrix | None:
     """Return the first matrix of the text, or None when no row of one is there."""
-    lines = source.lines
+    key = ("matrix", words.word.pattern)
+    if key not in source.cache:
+        source.cache[key] = _find_matrix(source, words)
+    found: Matrix | None = source.cache[key]
+    return found
+
+
+def _window(source: Source, words: Vocabulary) -> tuple[list[str], bool]:
+    """The lines around the first row or header, and whether they reach the end of the text."""
+    for needle in ("GPU", "NIC", "mlx"):
+        for begin, line in source.lines_with(needle, _MAX_CANDIDATES):
+            if parse_row(line, 0, set(), words) or parse_header(line, words):
+                start = source.text.rfind("\n", 0, max(0, begin - _BEFORE)) + 1
+                lines = source.text[start : begin + _BEHIND].split("\n")
+                whole = len(source.text) <= begin + _BEHIND and len(lines) <= _MAX_LINES
+                return lines[:_MAX_LINES], whole
+    return [], True
+
+
+def _find_matrix(source: Source, words: Vocabulary) -> Matrix | None:
+    lines, to_end = _window(source, words)
     header: Header | None = None
     rows: dict[str, Row] = {}
     notes: list[str] = []
     end = len(lines)
     for number, line in enumerate(lines):
-        if not _MAY_MATTER.search(line):
+        if len(line) > 40_000 or not _MAY_MATTER.search(line):
             continue
         row = parse_row(line, number, set(header[0]) if header else set(), words)
         if row is not None:
@@ -165,7 +192,7 @@ def find_matrix(source: Source, words: Vocabulary = TOPO_WORDS) -> Matrix | None
             break
     if header is None and not rows:
         return None
-    return _assemble(header, rows, source, end, notes)
+    return _assemble(header, rows, lines, end, to_end, notes)
 
 
 def _add_row(rows: dict[str, Row], row: Row, header: Header | None, notes: list[str]) -> None:
@@ -187,7 +214,7 @@ def _joined_header(header: Header, line: str, words: Vocabulary) -> Header:
 
 def _continue_row(row: Row, line: str, number: int, width: int, words: Vocabulary) -> None:
     """Append the wrapped rest of a row: a line that begins with a cell."""
-    spans = _spans(line)
+    spans = _spans(line) if len(line) < 40_000 else []
     if number != row.number + 1 or len(row.cells) >= width or not spans or not words.words.fullmatch(spans[0][0]):
         return
     rest = _cells(row.label, line, number, row.start, spans, words)
@@ -196,13 +223,15 @@ def _continue_row(row: Row, line: str, number: int, width: int, words: Vocabular
         row.line, row.tail, row.tokens, row.number = line, rest.tail, rest.tokens, number
 
 
-def _assemble(header: Header | None, rows: dict[str, Row], source: Source, end: int, notes: list[str]) -> Matrix:
+def _assemble(
+    header: Header | None, rows: dict[str, Row], lines: list[str], end: int, to_end: bool, notes: list[str]
+) -> Matrix:
     last = max((row.number for row in rows.values()), default=-1)
-    behind = source.lines[last + 1 : end] if rows else []
-    ends_text = end == len(source.lines) and all(not line.strip() or is_cut_mark(line) for line in behind)
+    behind = lines[last + 1 : end] if rows else []
+    ends_text = to_end and end == len(lines) and all(not line.strip() or is_cut_mark(line) for line in behind)
     columns = list(dict.fromkeys(header[0])) if header else _columns_by_position(rows)
     affinity = header[1] if header else ["cpu", "numa", "gpu_numa"]
-    matrix = Matrix(columns, affinity, rows, header is not None, end, ends_text, notes)
+    matrix = Matrix(columns, affinity, rows, header is not None, lines[:end], ends_text, notes)
     _distrust(matrix, last)
     return matrix
 
@@ -211,7 +240,10 @@ def _columns_by_position(rows: dict[str, Row]) -> list[str]:
     gpu_rows = {label: row for label, row in rows.items() if GPU.fullmatch(label)}
     width = max((len(row.cells) for row in rows.values()), default=0)
     gpus = max((int(label[3:]) + 1 for label in gpu_rows), default=0)
+    usual = Counter(len(row.cells) for row in gpu_rows.values()).most_common(1)
     for row in gpu_rows.values():
+        if len(row.cells) != usual[0][0]:
+            continue
         marks = [at for at, cell in enumerate(row.cells) if cell == "X" or (cell or "").startswith("NV")]
         gpus = max(gpus, max(marks, default=-1) + 1)
     gpus = min(gpus, MAX_COLUMNS)
