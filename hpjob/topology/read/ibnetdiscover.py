@@ -15,9 +15,9 @@ from hpjob.topology.read.reading import Facts, Reader, Reading
 from hpjob.topology.read.text import Source
 
 TITLE = "ibnetdiscover"
-_NODE = re.compile(r"^\W{0,8}(Switch|Ca|Rt)\s+([0-9]{1,4})\s+\"([SHR]-[^\"\s\ufffd]{1,80})\"\s*(?:#\s*(.*))?$")
+_NODE = re.compile(r"^\W{0,8}(Switch|Ca|Rt)\s+([0-9]{1,4})\s+\"([SHR]-[0-9A-Za-z<>*_.x-]{1,80})\"\s*(?:#\s*(.*))?$")
 _PORT = re.compile(
-    r"^\W{0,8}\[([0-9]{1,4})\](?:\[[^\]]{0,20}\])?(\([^)]{0,40}\))?\s+\"([SHR]-[^\"\s\ufffd]{1,80})\"\[([0-9]{1,4})\](?:\[[^\]]{0,20}\])?"
+    r"^\W{0,8}\[([0-9]{1,4})\](?:\[[^\]]{0,20}\])?(\([^)]{0,40}\))?\s+\"([SHR]-[0-9A-Za-z<>*_.x-]{1,80})\"\[([0-9]{1,4})\](?:\[[^\]]{0,20}\])?"
     r"(?:\([^)]{0,40}\))?\s*(?:#\s*(.*))?$"
 )
 _BETWEEN = re.compile(r"\s*(?:vendid|devid|sysimgguid|switchguid|caguid)=")
