@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections import Counter
 from dataclasses import dataclass, field
+from functools import cached_property
 
 from hpjob.topology.read.graph import components
 from hpjob.topology.read.text import natural_key
@@ -53,7 +54,10 @@ class IbNode:
 
 @dataclass
 class Fabric:
-    """Nodes and cables; each cable is held once however often it was printed."""
+    """Nodes and cables; each cable is held once however often it was printed.
+
+    The properties are computed once, after :meth:`settle`.
+    """
 
     nodes: dict[NodeKey, IbNode] = field(default_factory=dict)
     cables: set[frozenset[End]] = field(default_factory=set)
@@ -65,6 +69,7 @@ class Fabric:
     def __post_init__(self) -> None:
         self.neighbours: dict[NodeKey, list[NodeKey]] = {}
         self._shown_by: dict[frozenset[End], set[NodeKey]] = {}
+        self._hcas_of: dict[NodeKey, list[NodeKey]] = {}
 
     def node(self, key: NodeKey, is_switch: bool, description: str | None) -> IbNode:
         """Return the node, made when it is new; the first description holds."""
@@ -109,28 +114,33 @@ class Fabric:
             self.neighbours.setdefault(a, []).append(b)
             self.neighbours.setdefault(b, []).append(a)
 
-    @property
+    @cached_property
     def switches(self) -> list[IbNode]:
         """Switches with a record of their own."""
         return [node for node in self.nodes.values() if node.is_switch and node.has_record]
 
-    @property
+    @cached_property
     def hcas(self) -> list[IbNode]:
         """Channel adapters of hosts, seen as records or at cables."""
         return [node for node in self.nodes.values() if not node.is_switch and not node.is_aggregation]
 
     def hcas_of(self, switch: NodeKey) -> list[NodeKey]:
         """Adapters of hosts on one switch, each once."""
-        around = dict.fromkeys(self.neighbours.get(switch, []))
-        return [key for key in around if not self.nodes[key].is_switch and not self.nodes[key].is_aggregation]
+        if switch not in self._hcas_of:
+            around = dict.fromkeys(self.neighbours.get(switch, []))
+            found = [key for key in around if not self.nodes[key].is_switch and not self.nodes[key].is_aggregation]
+            self._hcas_of[switch] = found
+        return self._hcas_of[switch]
 
+    @cached_property
     def leaves(self) -> list[IbNode]:
         """Switches with a record that have a host's adapter."""
         return [switch for switch in self.switches if self.hcas_of(switch.key)]
 
+    @cached_property
     def tiers(self) -> dict[NodeKey, int]:
         """Distance of every switch from the nearest leaf."""
-        distance = {leaf.key: 0 for leaf in self.leaves()}
+        distance = {leaf.key: 0 for leaf in self.leaves}
         wave = list(distance)
         while wave:
             following: list[NodeKey] = []
@@ -144,7 +154,7 @@ class Fabric:
 
     def leaf_groups(self) -> list[list[str]]:
         """Names of leaves that share a switch directly above, sorted."""
-        distance = self.tiers()
+        distance = self.tiers
         leaves = {key for key, tier in distance.items() if tier == 0}
         edges: list[tuple[NodeKey, NodeKey]] = []
         for key, tier in distance.items():
@@ -213,7 +223,7 @@ def rail_and_unit(leaf: IbNode) -> tuple[int, str] | None:
 
 def rails_of_leaves(fabric: Fabric, hosts: Hosts) -> dict[NodeKey, int]:
     """Rail of every leaf: from its name, else its place in its unit by the device that most hosts plug into it."""
-    named = {leaf.key: found[0] for leaf in fabric.leaves() if (found := rail_and_unit(leaf))}
+    named = {leaf.key: found[0] for leaf in fabric.leaves if (found := rail_and_unit(leaf))}
     rails: dict[NodeKey, int] = dict(named)
     devices: dict[NodeKey, Counter[str]] = {}
     for leaves in hosts.leaves_of.values():

@@ -26,8 +26,9 @@ _QUOTED = re.compile(r"\"([^\"]*)\"")
 _RATE = re.compile(r"\b([0-9]{1,2})x\s?([A-Z]{3}[0-9]{0,3})\b")
 _LID = re.compile(r"\blid\s+([0-9]+)")
 _PORT_GUID = re.compile(r"\"(H-[^\"\s]{1,80})\"\[([0-9]{1,4})\](?:\[[^\]]{0,20}\])?\(([^)]{0,40})\)")
+_CA_ID = re.compile(r"\bCa\s+[0-9]{1,4}\s+\"(H-[0-9a-fA-F]{1,16})\"")
 _HEX = re.compile(r"[0-9a-fA-F]{1,16}")
-_GUIDS_OF_A_CARD = 64
+_GUIDS_OF_A_CARD = 16
 _HEX_ID = re.compile(r"[SHR]-[0-9a-fA-F]+")
 _ANY_NODE = re.compile(r"^[^\n\"]{0,30}\b(?:Switch|Ca)\s+[0-9]+\s+\"[SHR]-")
 _ANY_PORT = re.compile(r"[ \t]*\[[0-9]+\][^\n\"]{0,40}\"[SH]-")
@@ -38,14 +39,15 @@ def confidence(source: Source) -> float:
     """High when records with S- or H- ids are there."""
     if '"S-' not in source.text and '"H-' not in source.text:
         return 0.7 if "Topology file: generated" in source.text else 0.0
-    lines = [
-        line for needle in ('"S-', '"H-') for _, line in source.lines_with(needle, _MAX_CANDIDATES) if len(line) < 2000
-    ]
-    if any(_ANY_NODE.search(line) for line in lines):
-        return 0.95
+    ports = False
+    for needle in ('"S-', '"H-'):
+        for _, line in source.lines_with(needle, _MAX_CANDIDATES):
+            if len(line) < 2000 and _ANY_NODE.search(line):
+                return 0.95
+            ports = ports or _ANY_PORT.match(line) is not None
     if "Topology file: generated" in source.text:
         return 0.7
-    return 0.6 if any(_ANY_PORT.match(line) for line in lines) else 0.0
+    return 0.6 if ports else 0.0
 
 
 def read(source: Source) -> Reading:
@@ -63,6 +65,9 @@ def parse_fabric(source: Source) -> Fabric:
     guids = {
         (m[1], int(m[2])): m[3] for line in source.lines if '"H-' in line for m in _PORT_GUID.finditer(line[:2000])
     }
+    nodes = {node_id for node_id, _ in guids} | {
+        m[1] for line in source.lines if '"H-' in line for m in [_CA_ID.search(line[:200])] if m
+    }
     current: NodeKey | None = None
     ends_at_blank = not _is_double_spaced(source.lines)
     for line in source.lines:
@@ -76,7 +81,7 @@ def parse_fabric(source: Source) -> Fabric:
             continue
         port = _PORT.match(line)
         if port and current is not None and fabric.nodes[current].is_switch != bool(port[2]):
-            _cable(fabric, current, port, guids)
+            _cable(fabric, current, port, guids, nodes)
     fabric.settle()
     return fabric
 
@@ -90,20 +95,22 @@ def _is_double_spaced(lines: list[str]) -> bool:
 def _record(fabric: Fabric, match: re.Match[str]) -> NodeKey:
     is_switch = match[1] == "Switch"
     quoted = _QUOTED.search(match[4] or "")
-    key = _key(match[3], quoted[1] if quoted else None, _lid(match[4]))
+    key = _key(match[3], quoted[1] if quoted else None, match[4] or "")
     fabric.node(key, is_switch, quoted[1] if quoted else None).has_record = True
     return key
 
 
-def _cable(fabric: Fabric, current: NodeKey, match: re.Match[str], guids: dict[tuple[str, int], str]) -> None:
-    own = _owns(current[0], int(match[1]), match[2], guids) if match[2] else None
+def _cable(
+    fabric: Fabric, current: NodeKey, match: re.Match[str], guids: dict[tuple[str, int], str], nodes: set[str]
+) -> None:
+    own = _owns(current[0], int(match[1]), match[2], guids, nodes) if match[2] else None
     if own is False:
         return
     comment = match[5] or ""
     quoted = _QUOTED.search(comment)
     description = quoted[1] if quoted else None
     behind = comment[quoted.end() :] if quoted else comment
-    other = _key(match[3], description, _lid(behind))
+    other = _key(match[3], description, behind)
     fabric.node(other, match[3].startswith("S-"), description)
     fabric.show((current, int(match[1])), (other, int(match[4])), sure=bool(own))
     rate = _RATE.search(behind)
@@ -111,18 +118,20 @@ def _cable(fabric: Fabric, current: NodeKey, match: re.Match[str], guids: dict[t
         fabric.rates.append((int(rate[1]), rate[2]))
 
 
-def _owns(node_id: str, port: int, guid: str, guids: dict[tuple[str, int], str]) -> bool | None:
-    """Whether an adapter's port line belongs to the record above it, by its GUID; None = redacted.
+def _owns(node_id: str, port: int, guid: str, guids: dict[tuple[str, int], str], nodes: set[str]) -> bool | None:
+    """Whether an adapter's port line belongs to the record above it, by its GUID; None = it may.
 
     Port GUIDs follow the node's, or are what the switch at the other end prints for that port.
     """
     own, node = guid.strip("()"), node_id[2:]
     if not (_HEX.fullmatch(own) and _HEX.fullmatch(node)):
         return None
-    known = guids.get((node_id, port))
-    if known is not None and _HEX.fullmatch(known) and int(known, 16) == int(own, 16):
+    number, known = int(own, 16), guids.get((node_id, port), "")
+    if number == int(node, 16) or (_HEX.fullmatch(known) and int(known, 16) == number):
         return True
-    return abs(int(own, 16) - int(node, 16)) <= _GUIDS_OF_A_CARD
+    if f"H-{number:016x}" in nodes or abs(number - int(node, 16)) > _GUIDS_OF_A_CARD:
+        return False
+    return None
 
 
 def _lid(text: str | None) -> str:
@@ -130,17 +139,17 @@ def _lid(text: str | None) -> str:
     return match[1] if match else ""
 
 
-def _key(node_id: str, description: str | None, lid: str) -> NodeKey:
+def _key(node_id: str, description: str | None, comment: str) -> NodeKey:
     """Ids that an author redacted are equal for different nodes; the description tells them apart, else the lid."""
     if _HEX_ID.fullmatch(node_id):
         return (node_id, "")
-    return (node_id, (description or "").strip() or lid)
+    return (node_id, (description or "").strip() or _lid(comment))
 
 
 def _facts(fabric: Fabric, hosts: Hosts) -> Facts:
-    switches, leaves = fabric.switches, fabric.leaves()
+    switches, leaves = fabric.switches, fabric.leaves
     records = [node for node in fabric.nodes.values() if not node.is_switch and node.has_record]
-    tiers = fabric.tiers()
+    tiers = fabric.tiers
     by_tier = Counter(tiers[switch.key] for switch in switches if switch.key in tiers)
     hcas = fabric.hcas
     adapters = {key: len(fabric.hcas_of(key)) for key, node in fabric.nodes.items() if node.is_switch}
@@ -182,7 +191,7 @@ def _summed(counts: dict[NodeKey, int]) -> dict[str, int]:
 
 def _rail_facts(fabric: Fabric, hosts: Hosts) -> Facts:
     """Only where the leaves' names give rail and unit."""
-    grid = {leaf.key: found for leaf in fabric.leaves() if (found := rail_and_unit(leaf))}
+    grid = {leaf.key: found for leaf in fabric.leaves if (found := rail_and_unit(leaf))}
     if not grid:
         return dict.fromkeys(("compute_hosts_per_unit", "rail_of_device", "swapped_cables", "leaves_missing"))
     units: Counter[str] = Counter()
@@ -210,7 +219,7 @@ def _rail_facts(fabric: Fabric, hosts: Hosts) -> Facts:
 
 
 def _missing(fabric: Fabric, there: set[tuple[int, str]]) -> list[str]:
-    names = [leaf.plain_name for leaf in fabric.leaves() if rail_and_unit(leaf)]
+    names = [leaf.plain_name for leaf in fabric.leaves if rail_and_unit(leaf)]
     width = max(len(name.split("-r", 1)[1].split("-", 1)[0]) for name in names)
     rails, units = {rail for rail, _ in there}, {unit for _, unit in there}
     grid = {(rail, unit) for rail in rails for unit in units}
@@ -252,7 +261,7 @@ def _topology(fabric: Fabric, hosts: Hosts, notes: list[str]) -> Topology:
         for leaf in leaves:
             members.setdefault(leaf, []).append(host)
         nodes.append(Node(name=host, nics=tuple(sorted(nics, key=lambda nic: nic.name))))
-    tiers = fabric.tiers()
+    tiers = fabric.tiers
     switches: list[Switch] = []
     for switch in fabric.switches:
         tier = tiers.get(switch.key, 0)

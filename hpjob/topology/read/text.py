@@ -87,7 +87,7 @@ def clean(text: str) -> str:
         if end in text:
             text = text.replace(end, "\n")
     if "\x1b" in text:
-        text = _ESCAPE.sub("", text)
+        text = _ESCAPE.sub("", _ESCAPE.sub("", text))  # one code may stand inside another
     if "[" in text:
         if "^[[" in text or "\\" in text:
             text = _WRITTEN_OUT.sub("", text)

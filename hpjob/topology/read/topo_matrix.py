@@ -108,6 +108,8 @@ def parse_row(line: str, number: int, known: set[str], words: Vocabulary = TOPO_
         following = [bool(words.words.fullmatch(w)) for w, _, _ in spans[position + 1 : position + 3]]
         if following[:1] == [True] or (indexed and following[1:] == [True]):
             return _cells(label, line, number, start, spans[position + 1 :], words)
+        if indexed and position + 1 < len(spans) and INDEXED.fullmatch(spans[position + 1][0]):
+            return None  # two labels in a row: a header, perhaps with the rest of a row glued to it
     return None
 
 
@@ -271,8 +273,18 @@ def _distrust(matrix: Matrix, last: int) -> None:
         elif len(row.cells) < min(usual, len(matrix.columns)) and not (is_last or row.elided):
             matrix.notes.append(f"row {row.label} is shorter than the others; cells behind its X were not used")
             row.cells = row.cells[: own + 1] if own is not None and own < len(row.cells) else []
+        _forget_behind_damage(row, own, len(matrix.columns) if matrix.header_seen else None)
         if is_last and _may_be_cut(row, len(matrix.columns)):
             row.cells[-1] = None
+
+
+def _forget_behind_damage(row: Row, own: int | None, width: int | None) -> None:
+    """A word that no reader knows may be a cell or something between two: what follows is placed only in a full row."""
+    if len(row.cells) == width:
+        return
+    start = own + 1 if own is not None and own < len(row.cells) and row.cells[own] == "X" else 0
+    if None in row.cells[start:]:
+        row.cells = row.cells[: start + row.cells[start:].index(None)]
 
 
 def _may_be_cut(row: Row, width: int) -> bool:
