@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-import os
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
-DATA = os.environ.get("HPJOB_TEST_DATA")
 SCRIPT = Path(__file__).resolve().parents[2] / "scripts" / "score_topology.py"
-needs_data = pytest.mark.skipif(DATA is None, reason="HPJOB_TEST_DATA names no folder of recorded samples")
 
 
 def score(folder: Path, *options: str) -> subprocess.CompletedProcess[str]:
@@ -20,10 +17,9 @@ def score(folder: Path, *options: str) -> subprocess.CompletedProcess[str]:
     )
 
 
-@needs_data
 @pytest.mark.parametrize("options", [(), ("--random-names",)])
-def test_every_common_sample_is_right(options: tuple[str, ...]) -> None:
-    done = score(Path(str(DATA)) / "topology_samples", *options)
+def test_every_common_sample_is_right(test_data: Path, options: tuple[str, ...]) -> None:
+    done = score(test_data / "topology_samples", *options)
     assert done.returncode == 0, done.stdout
 
 
