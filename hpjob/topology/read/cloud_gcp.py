@@ -8,10 +8,11 @@ from __future__ import annotations
 import itertools
 import re
 from collections import Counter
+from typing import Any
 
 from hpjob.topology.read.cloud_facts import CloudHosts, cloud_reading, is_elided
 from hpjob.topology.read.reading import Reader, Reading
-from hpjob.topology.read.structured import load_json
+from hpjob.topology.read.structured import load_json, load_yaml, walk
 from hpjob.topology.read.text import Source
 
 TITLE = "Google Cloud physical host"
@@ -20,6 +21,8 @@ _PATH = re.compile(r"(?:^|[\s\"'=:])(/[\w-]{3,64}/[\w-]{3,64}(?:/[\w-]{3,64})?)(
 _MARK = re.compile(
     r"physicalHostTopology|physicalHost\b|physical_host\b|physicalTopology|reservation(?:Sub)?Block\b", re.I
 )
+_INDENTED = re.compile(r"^[ \t]+(?:-[ \t]+)?[\"']?(?:cluster|block|sub[bB]lock|host|physicalHost)[\"']?[ \t]*:", re.M)
+_NAMES = (("name", "name"), ("instanceId", "instance_id"), ("id", "instance_id"))
 _HOST_KEYS = {"instanceid": "instance_id", "name": "name", "id": "instance_id", "hostname": "name"}
 
 
@@ -31,9 +34,7 @@ def confidence(source: Source) -> float:
 
 def read(source: Source) -> Reading:
     """Read a table of hosts, else keys and values in order."""
-    found = _table(source)
-    if found is None:
-        found = _records(_pairs(source))
+    found = _table(source) or _structured(source) or _records(_pairs(source))
     if is_elided(source.text):
         found.complete = False
     return cloud_reading(found, TITLE)
@@ -63,6 +64,38 @@ def _table(source: Source) -> CloudHosts | None:
     steps = Counter(b - a for a, b in itertools.pairwise(ranks))
     found.gpus_per_node = steps.most_common(1)[0][0] if steps else None
     return found
+
+
+def _structured(source: Source) -> CloudHosts | None:
+    """Hosts of a JSON or indented YAML document; None when it shows none that way."""
+    text = source.text
+    loaded = load_json(text) if "{" in text else None
+    if loaded is None and _INDENTED.search(text):
+        loaded = (load_yaml(text), True)
+    if loaded is None or loaded[0] is None:
+        return None
+    found = CloudHosts("gcp", None, complete=loaded[1])
+    for entry in walk(loaded[0]):
+        status = entry.get("resourceStatus")
+        status = status if isinstance(status, dict) else entry
+        place, path = status.get("physicalHostTopology"), status.get("physicalHost")
+        name = next(((kind, str(entry[key])) for key, kind in _NAMES if entry.get(key)), None)
+        if name is None or not (isinstance(place, dict) or isinstance(path, str)):
+            continue
+        layers = _layers(place) if isinstance(place, dict) else []
+        if not layers and isinstance(path, str):
+            layers = [part for part in path.split("/") if part][:-1]
+        found.node_id = name[0]
+        found.layers[name[1]] = layers
+        if isinstance(entry.get("zone"), str):
+            found.zones.add(entry["zone"].rsplit("/", 1)[-1])
+    has_block = any("physicalTopology" in entry for entry in walk(loaded[0]))
+    return found if found.layers and not has_block else None
+
+
+def _layers(place: dict[str, Any]) -> list[str]:
+    lower = {str(key).lower(): value for key, value in place.items()}
+    return [str(lower[key]) for key in ("cluster", "block", "subblock") if lower.get(key)]
 
 
 def _pairs(source: Source) -> list[tuple[bool, str, str]]:

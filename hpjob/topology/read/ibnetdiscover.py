@@ -29,6 +29,8 @@ _PORT_GUID = re.compile(r"\"(H-[^\"\s]{1,80})\"\[([0-9]{1,4})\](?:\[[^\]]{0,20}\
 _CA_ID = re.compile(r"\bCa\s+[0-9]{1,4}\s+\"(H-[0-9a-fA-F]{1,16})\"")
 _HEX = re.compile(r"[0-9a-fA-F]{1,16}")
 _GUIDS_OF_A_CARD = 16
+_BROKEN_ID = re.compile(r"[SHR]-(?:[0-9a-fA-F]{0,15}|[0-9a-fA-F]{17,})")
+"""Ids have 16 digits; one with fewer or more was cut or glued."""
 _HEX_ID = re.compile(r"[SHR]-[0-9a-fA-F]+")
 _ANY_NODE = re.compile(r"^[^\n\"]{0,30}\b(?:Switch|Ca)\s+[0-9]+\s+\"[SHR]-")
 _ANY_PORT = re.compile(r"[ \t]*\[[0-9]+\][^\n\"]{0,40}\"[SH]-")
@@ -77,10 +79,15 @@ def parse_fabric(source: Source) -> Fabric:
             continue
         node = _NODE.match(line)
         if node:
-            current = _record(fabric, node)
+            current = None if _BROKEN_ID.fullmatch(node[3]) else _record(fabric, node)
             continue
         port = _PORT.match(line)
-        if port and current is not None and fabric.nodes[current].is_switch != bool(port[2]):
+        if (
+            port
+            and current is not None
+            and not _BROKEN_ID.fullmatch(port[3])
+            and fabric.nodes[current].is_switch != bool(port[2])
+        ):
             _cable(fabric, current, port, guids, nodes)
     fabric.settle()
     return fabric

@@ -12,12 +12,15 @@ from hpjob.topology.read.affinity import Affinity, expand_cpus, read_affinity
 from hpjob.topology.read.graph import Pair, all_linked, best_quads, islands, maximal_cliques
 from hpjob.topology.read.reading import LOCAL_NODE, Facts, Reader, Reading
 from hpjob.topology.read.text import Source
-from hpjob.topology.read.topo_header import PCIE_LEVELS
+from hpjob.topology.read.topo_header import INDEXED, PCIE_LEVELS, TOPO_WORDS
 from hpjob.topology.read.topo_matrix import Matrix, find_matrix
 
 TITLE = "nvidia-smi topo -m"
 _PCIE_ONLY = re.compile(r"topo\s+(?:-i\s+\S+\s+)?(?:-mp|--matrix-pci|--matrix_pci)\b")
-_LEGEND = re.compile(r"^[\s#>*|-]*(NIC[0-9]{1,4})\s*(?:[:=(]|->|=>|→|-|is\b|\s)\s*[(:=]?\s*([A-Za-z][A-Za-z0-9_.:+-]*)")
+_LEGEND = re.compile(
+    r"\b(NIC[0-9]{1,4})[ \t]{0,40}(?:[:=(]|[-=]>|→|-|is\b|[ \t])[ \t]{0,40}[(:=]?[ \t]{0,8}"
+    r"((?=[A-Za-z_.:+-]{0,40}[0-9])[A-Za-z][A-Za-z0-9_.:+-]{1,63})"
+)
 _RAIL = re.compile(r"\brail\s*#?[:=]?\s*([0-9]{1,4})\b", re.I)
 _FAR = ("SYS", "SOC")
 _MANY_CPUS = 100
@@ -134,13 +137,15 @@ def _legend(matrix: Matrix) -> tuple[dict[str, str], dict[str, int]]:
     names: dict[str, str] = {}
     rails: dict[str, int] = {}
     for line in matrix.lines[first:]:
-        match = _LEGEND.match(line) if "NIC" in line and len(line) < 1000 else None
-        if match is None or match[2] in (*PCIE_LEVELS, "X", "Legend") or match[1] in names:
-            continue
-        names[match[1]] = match[2].rstrip(":.,-")
-        rail = _RAIL.search(line)
-        if rail:
-            rails[match[1]] = int(rail[1])
+        entries = list(_LEGEND.finditer(line)) if "NIC" in line and len(line) < 4000 else []
+        ends = [entry.start() for entry in entries[1:]] + [len(line)]
+        for match, end in zip(entries, ends, strict=False):
+            if match[1] in names or TOPO_WORDS.words.fullmatch(match[2]) or INDEXED.fullmatch(match[2]):
+                continue
+            names[match[1]] = match[2].rstrip(":.,-")
+            rail = _RAIL.search(line, match.end(), end)
+            if rail:
+                rails[match[1]] = int(rail[1])
     return names, rails
 
 
