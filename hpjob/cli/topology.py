@@ -4,16 +4,26 @@ from __future__ import annotations
 
 import json
 import sys
+from enum import StrEnum
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import typer
 
 if TYPE_CHECKING:
+    from hpjob.plan.model import Plan
     from hpjob.topology.model import Topology
     from hpjob.topology.read.reading import Reading
 
 _VERSION = 1
+
+
+class GroupBy(StrEnum):
+    """Axes by which a placement can be coloured."""
+
+    TP = "tp"
+    PP = "pp"
+    DP = "dp"
 
 
 def register(app: typer.Typer) -> None:
@@ -90,6 +100,8 @@ def show(
     name: str = typer.Argument(..., help="A known machine, a machine file, or a topology file."),
     as_json: bool = typer.Option(False, "--json", help="Print one JSON document."),
     svg: Path | None = typer.Option(None, "--svg", help="Write a picture to this file."),
+    plan: Path | None = typer.Option(None, "--plan", help="Colour the picture by this plan.json."),
+    color_by: GroupBy = typer.Option(GroupBy.PP, "--color-by", help="Axis whose groups are coloured."),
 ) -> None:
     """Show a known machine with the source of every value, or a topology file as a tree."""
     from hpjob.core.errors import UserInputError
@@ -102,8 +114,10 @@ def show(
             raise
         machine = None
     topology = load_topology(name) if machine is None else machine_topology(machine, 1)
+    if plan is not None and svg is None:
+        raise UserInputError("--plan colours a picture, and none was asked for", hint="add --svg FILE")
     if svg is not None:
-        _write_svg(svg, topology)
+        _write_svg(svg, topology, plan, color_by)
     if as_json:
         typer.echo((machine or topology).model_dump_json())
     elif machine is None:
@@ -154,13 +168,26 @@ def _print_topology(topology: Topology) -> None:
         typer.echo(f"note: {note}", err=True)
 
 
-def _write_svg(path: Path, topology: Topology) -> None:
+def _write_svg(path: Path, topology: Topology, plan: Path | None = None, color_by: GroupBy = GroupBy.PP) -> None:
     from hpjob.core.errors import EnvironmentProblemError
     from hpjob.report.topology_svg import topology_svg
 
+    made = None if plan is None else _load_plan(plan)
     try:
-        path.write_text(topology_svg(topology), encoding="utf-8")
+        path.write_text(topology_svg(topology, made, group_by=color_by.value), encoding="utf-8")
     except OSError as error:
         raise EnvironmentProblemError(
             f"{path}: cannot be written: {error.strerror}", hint="choose another place"
         ) from None
+
+
+def _load_plan(path: Path) -> Plan:
+    from hpjob.core.errors import UserInputError
+    from hpjob.core.schema import parse
+    from hpjob.plan.model import Plan
+
+    try:
+        document = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise UserInputError(f"{path}: cannot be read: {error}", hint="give the plan.json of a run folder") from None
+    return parse(Plan, document, source=str(path))

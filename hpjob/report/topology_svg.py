@@ -4,14 +4,13 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from html import escape
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING
 
 from hpjob.topology.model import Node, Topology
 
 if TYPE_CHECKING:
     from hpjob.plan.model import Plan
 
-GroupBy = Literal["tp", "pp", "dp"]
 MAX_DRAWN = 256
 """Nodes drawn; further ones are counted in the title."""
 _CELL, _GAP, _PAD, _TITLE = 22, 4, 10, 16
@@ -28,13 +27,13 @@ class _Box:
     height: int
 
 
-def topology_svg(topology: Topology, plan: Plan | None = None, *, group_by: GroupBy = "pp") -> str:
+def topology_svg(topology: Topology, plan: Plan | None = None, *, group_by: str = "pp") -> str:
     """Draw nodes in frames of their leaf (or block), GPUs in frames of their island.
 
     Args:
         topology: What to draw; with a plan, the ordered one that the plan was made for.
         plan: Colours each GPU by its rank's group and prints the rank.
-        group_by: Axis whose coordinate picks the colour: GPUs of one tensor-parallel or data-parallel
+        group_by: Axis (tp, pp or dp) whose groups are coloured: GPUs of one tensor-parallel or data-parallel
             group, or of one pipeline stage, have one colour.
     """
     labels = _rank_labels(topology, plan, group_by) if plan is not None else {}
@@ -83,7 +82,7 @@ def _groups(topology: Topology) -> list[tuple[str, list[Node]]]:
     return list(found.items())
 
 
-def _rank_labels(topology: Topology, plan: Plan, group_by: GroupBy) -> dict[tuple[str, int], tuple[int, str]]:
+def _rank_labels(topology: Topology, plan: Plan, group_by: str) -> dict[tuple[str, int], tuple[int, str]]:
     """(node, GPU) -> (rank, colour)."""
     found: dict[tuple[str, int], tuple[int, str]] = {}
     names = [node.name for node in topology.nodes]

@@ -13,7 +13,7 @@ from hpjob.cli.app import app
 from hpjob.core.errors import UserInputError
 from hpjob.report.topology_svg import topology_svg
 from hpjob.report.topology_text import topology_tree
-from hpjob.topology.load import dump_topology, load_topology
+from hpjob.topology.load import dump_topology, load_machine, load_topology, machine_topology
 from hpjob.topology.read.recognise import read_text
 from tests.topology import fixtures
 
@@ -78,3 +78,21 @@ def test_svg_is_well_formed_and_shows_every_gpu(text: str) -> None:
     for node in topology.nodes:
         assert node.name in labels
         assert all(str(gpu.index) in labels for gpu in node.gpus)
+
+
+def test_placement_is_coloured_by_group(tmp_path: Path) -> None:
+    plan, topology, picture = tmp_path / "plan.json", tmp_path / "topology.yaml", tmp_path / "p.svg"
+    machine = load_machine("hgx-h100")
+    nodes = machine_topology(machine, 2)
+    topology.write_text(dump_topology(nodes))
+    command = ["plan", "--recipe", "7b", "--topology", str(topology), "--json"]
+    fixed = ["--set", "parallel.pp_size=2", "--set", "parallel.tp_size=4"]
+    plan.write_text(runner.invoke(app, [*command, *fixed]).stdout)
+    colours = {}
+    for axis in ("pp", "tp"):
+        options = ["--svg", str(picture), "--plan", str(plan), "--color-by", axis]
+        result = runner.invoke(app, ["topology", "show", str(topology), *options])
+        assert result.exit_code == 0, result.output
+        boxes = ElementTree.fromstring(picture.read_text()).iter("{http://www.w3.org/2000/svg}rect")
+        colours[axis] = {box.get("fill") for box in boxes if "hsl" in str(box.get("fill"))}
+    assert (len(colours["pp"]), len(colours["tp"])) == (2, 4)
