@@ -23,13 +23,17 @@ from hpjob.runtime.weight_gradients import DeferWeightGradients
 def _gather(shard: Tensor, group: dist.ProcessGroup, dim: int) -> Tensor:
     # Compiled code needs the form that the compiler can see into.
     if torch.compiler.is_compiling():
-        return functional.wait_tensor(functional.all_gather_tensor(shard.contiguous(), dim, group))
+        shards = functional.all_gather_tensor(shard.contiguous(), dim, group)
+        whole: Tensor = functional.wait_tensor(shards)  # type: ignore[no-untyped-call]
+        return whole
     return start_gather(shard, group, dim).wait()
 
 
 def _reduce(tensor: Tensor, group: dist.ProcessGroup, dim: int) -> Tensor:
     if torch.compiler.is_compiling():
-        return functional.wait_tensor(functional.reduce_scatter_tensor(tensor.contiguous(), "sum", dim, group))
+        sums = functional.reduce_scatter_tensor(tensor.contiguous(), "sum", dim, group)
+        part: Tensor = functional.wait_tensor(sums)  # type: ignore[no-untyped-call]
+        return part
     return start_reduction(tensor, group, dim).wait()
 
 
