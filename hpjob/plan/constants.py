@@ -21,8 +21,8 @@ class GpuConstants:
     name: str
     num_sms: int
     gemm: float
-    attention_forward: float
-    attention_backward: float
+    flash1: tuple[float, float]
+    flash2: tuple[float, float]
     memory: float
 
 
@@ -33,10 +33,13 @@ class Framework:
     name: str
     layer_cpu_ms: float
     fused: FusionLevel
-    attention: Literal["flash", "unfused"]
+    attention: Literal["flash1", "flash2", "unfused"]
     dropout: bool
     gradient_bytes: float
+    bf16_sum_bytes: float
     shard_bytes: float
+    wgrad_bytes: float
+    sharded_wgrad_bytes: float
     dp_overlap: float
     tp_overlap: float
     pp_overlap: float

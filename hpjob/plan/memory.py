@@ -105,7 +105,8 @@ def rank_bytes(shape: Shape, layout: Layout, pp_rank: int, habits: Framework, *,
     logits_bytes = habits.logits_bytes if layout.precision != "fp32" else 12
     logits = layout.tokens * shape.vocab / layout.tp * logits_bytes if has_head else 0.0
     axes = sum(size > 1 for size in (layout.tp, layout.pp, layout.dp, layout.sp, layout.ep))
-    fixed = _CPU_PROCESS_GIB if is_cpu else _CONTEXT_GIB + habits.buffers_gib + axes * _COMMUNICATOR_GIB
+    buckets = habits.buffers_gib if layout.zero else 0.0
+    fixed = _CPU_PROCESS_GIB if is_cpu else _CONTEXT_GIB + buckets + axes * _COMMUNICATOR_GIB
     reserve = fixed * GIB + (habits.fragmentation - 1.0) * (activations + logits)
     return RankBytes(weights, gradients, optimizer, activations, logits, reserve)
 
@@ -130,7 +131,8 @@ def _state_bytes(params: float, shards: int, layout: Layout, habits: Framework) 
     if not half and layout.zero in (0, 3):
         # In fp32 the optimizer works on the weights themselves unless ZeRO 1 or 2 keeps a shard beside them.
         weights = 0.0
-    gradients = params * (habits.gradient_bytes if half else 4) / (shards if layout.zero >= 2 else 1)
+    each = habits.gradient_bytes + (habits.bf16_sum_bytes if layout.precision == "bf16" else 0) if half else 4
+    gradients = params * each / (shards if layout.zero >= 2 else 1)
     return weights, gradients, params * (12 + (habits.shard_bytes if half else 0)) / owners
 
 

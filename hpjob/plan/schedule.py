@@ -76,43 +76,47 @@ def makespan(
 def _simulate(orders: list[list[Op]], pp: int, times: StageTimes, hop: float, blocking: float) -> float:
     """Run fixed orders; returns the time at which the last rank ends."""
     last = len(times.forward) - 1
-    backward = [i + w for i, w in zip(times.backward_input, times.backward_weight, strict=True)]
-    done: dict[tuple[str, int, int], float] = {}
-    clocks = [0.0] * pp
-    positions = [0] * pp
-    lengths = [len(order) for order in orders]
+    count = sum(1 for kind, chunk, _ in orders[0] if kind == "F" and chunk == 0)
+    stall, wait = hop * blocking, hop * (1.0 - blocking)
+    forward = [time + (stall if stage else 0.0) for stage, time in enumerate(times.forward)]
+    backward = [
+        i + w + (stall if stage < last else 0.0)
+        for stage, (i, w) in enumerate(zip(times.backward_input, times.backward_weight, strict=True))
+    ]
+    # When the input of an operation is there; -1 = not yet. The first stage never waits for a forward.
+    inputs = [[-1.0] * count for _ in range(last + 2)]
+    inputs[0] = [0.0] * count
+    gradients = [[-1.0] * count for _ in range(last + 2)]
+    clocks, positions = [0.0] * pp, [0] * pp
     waiting = list(range(pp))
-    stall = hop * blocking
-    wait = hop - stall
     while waiting:
-        progressed = False
         remaining = []
+        progressed = False
         for rank in waiting:
-            order = orders[rank]
-            position = positions[rank]
-            clock = clocks[rank]
-            while position < lengths[rank]:
+            order, position, clock = orders[rank], positions[rank], clocks[rank]
+            start, end = position, len(order)
+            while position < end:
                 kind, chunk, microbatch = order[position]
                 stage = chunk * pp + rank
                 if kind == "F":
-                    ready = 0.0 if stage == 0 else done.get(("F", stage - 1, microbatch), -1.0)
-                    cost = times.forward[stage] + (stall if stage else 0.0)
-                elif stage == last:
-                    ready, cost = done.get(("F", stage, microbatch), -1.0), backward[stage]
+                    ready = inputs[stage][microbatch]
+                    if ready < 0.0:
+                        break
+                    clock = (ready if ready > clock else clock) + forward[stage]
+                    if stage == last:
+                        gradients[stage][microbatch] = clock
+                    else:
+                        inputs[stage + 1][microbatch] = clock + wait
                 else:
-                    ready = done.get(("B", stage + 1, microbatch), -1.0)
-                    cost = backward[stage] + stall
-                if ready < 0.0:
-                    break
-                if ready + wait > clock and not (kind == "F" and stage == 0) and not (kind == "B" and stage == last):
-                    clock = ready + wait
-                clock += cost
-                done[(kind, stage, microbatch)] = clock
+                    ready = gradients[stage][microbatch]
+                    if ready < 0.0:
+                        break
+                    clock = (ready if ready > clock else clock) + backward[stage]
+                    gradients[stage - 1][microbatch] = clock + wait
                 position += 1
-                progressed = True
-            clocks[rank] = clock
-            positions[rank] = position
-            if position < lengths[rank]:
+            progressed = progressed or position > start
+            clocks[rank], positions[rank] = clock, position
+            if position < end:
                 remaining.append(rank)
         if not progressed:
             raise ValueError("the schedule waits for itself")

@@ -63,7 +63,8 @@ class StepModel:
         hop, blocking = self._hop(layout)
         if simulate and pp > 1:
             span = makespan(layout.style, pp, chunks, m, stages.times, hop, blocking)
-            ideal = makespan(layout.style, pp, chunks, m, stages.times, 0.0)
+            idle = (sum(per_rank) - per_rank[worst]) / _bubble_divisor(layout)
+            ideal = min(span, busy + idle)
         else:
             idle = (sum(per_rank) - per_rank[worst]) / _bubble_divisor(layout)
             hops = 2 * (pp - 1) * hop * max(1, chunks - 1) + 2 * m * chunks * hop * blocking if pp > 1 else 0.0

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from hpjob.plan.constants import Framework, framework, known_model
 from hpjob.plan.layout import Layout
@@ -50,6 +50,15 @@ class Case:
         return self.global_batch * self.layouts[0].seq
 
 
+def _with_notes(habits: Framework, note: str) -> Framework:
+    """Overlap that a table's remarks switch on or off."""
+    if re.search(r"overlap (paths )?(off|disabled)", note):
+        return replace(habits, dp_overlap=0.0, tp_overlap=0.0, pp_overlap=0.0)
+    if re.search(r"overlap (on|enabled)", note):
+        return replace(habits, dp_overlap=0.9, tp_overlap=0.7, pp_overlap=0.7)
+    return habits
+
+
 def number(row: Row, name: str) -> int | None:
     """Return a whole number of a column, or None when it is blank or no number."""
     text = row.get(name, "").strip()
@@ -85,7 +94,7 @@ def read_case(row: Row) -> Case:
     machine = machine_for_row(row.get("gpu", ""), number(row, "gpus_per_node") or 0, row.get("interconnect", ""))
     if machine is None:
         raise Unpredictable(f"GPU not known: {row.get('gpu', '')}")
-    habits = framework(row.get("framework", ""))
+    habits = _with_notes(framework(row.get("framework", "")), row.get("note", ""))
     shape = read_shape(row)
     layouts = _layouts(row, shape, habits, seq, num_gpus)
     batch = number(row, "global_batch") or layouts[0].global_batch
@@ -233,7 +242,8 @@ def _schedules(row: Row, shape: Shape, habits: Framework, pp: int, count: int) -
     if chunks == 1 or "1f1b" in name or not habits.interleaves:
         return [("1f1b", 1)]
     options: list[tuple[PipelineStyle, int]] = [("1f1b", 1)]
-    options += [("interleaved", v) for v in (2, 3, 4, 6) if shape.num_layers % (pp * v) == 0 and count % pp == 0]
+    if shape.num_layers % pp == 0 and count % pp == 0:
+        options += [("interleaved", v) for v in range(2, shape.num_layers // pp + 1) if shape.num_layers // pp % v == 0]
     return options
 
 
@@ -254,7 +264,7 @@ def _sharded(row: Row, tp: int, habits: Framework) -> list[bool]:
     text = row.get("sequence_parallel", "").strip()
     if text in ("0", "1"):
         return [text == "1"]
-    return [habits.attention == "flash"]
+    return [habits.attention != "unfused"]
 
 
 def _zero(row: Row, habits: Framework) -> int:
@@ -266,7 +276,7 @@ def _flash(row: Row, habits: Framework) -> bool:
     text = row.get("flash_attention", "").strip().lower()
     if text in ("0", "false"):
         return False
-    return habits.attention == "flash" if not text else True
+    return habits.attention != "unfused" if not text else True
 
 
 @dataclass(frozen=True, slots=True)
