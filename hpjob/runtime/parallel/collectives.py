@@ -19,7 +19,8 @@ def all_reduce(tensor: Tensor, group: dist.ProcessGroup, op: Literal["sum", "max
     Compiled code gets the form that the compiler can see into, and decides itself what is done in place.
     """
     if torch.compiler.is_compiling():
-        return functional.wait_tensor(functional.all_reduce(tensor, op, group))
+        result: Tensor = functional.wait_tensor(functional.all_reduce(tensor, op, group))  # type: ignore[no-untyped-call]
+        return result
     dist.all_reduce(tensor, op=_OPERATIONS[op], group=group)
     return tensor
 
