@@ -1,9 +1,10 @@
 #!/usr/bin/env python3
-"""Time and memory of the topology readers on large inputs, each in a process of its own."""
+"""Time and memory of topology readers and of the placement on large inputs, each in a process of its own."""
 
 from __future__ import annotations
 
 import argparse
+import random
 import resource
 import subprocess
 import sys
@@ -18,8 +19,9 @@ SIZES = {
     "slurm-tree": (1_000, 3_000, 10_000),
     "slurm-block": (1_800, 6_000, 18_000),
     "ibnetdiscover": (500, 1_500, 5_000),
+    "placement": (1_000, 3_000, 10_000),
 }
-UNITS = {"slurm-tree": "nodes", "slurm-block": "GPUs", "ibnetdiscover": "hosts"}
+UNITS = {"slurm-tree": "nodes", "slurm-block": "GPUs", "ibnetdiscover": "hosts", "placement": "nodes"}
 
 
 def slurm_tree(nodes: int) -> str:
@@ -97,16 +99,47 @@ def measure(name: str, size: int) -> None:
     )
 
 
+def measure_placement(nodes: int) -> None:
+    """Place 8 ranks a node on a tree whose leaves hold nodes in no order of their names; print one line."""
+    from hpjob.core.hostlist import expand
+    from hpjob.plan.model import ParallelDegrees
+    from hpjob.plan.placement import consecutive, place
+    from hpjob.plan.placement_cost import Level, placement_cost
+    from hpjob.topology.load import load_machine, machine_node
+    from hpjob.topology.model import Topology
+    from hpjob.topology.read.recognise import read_text
+
+    names = expand(f"n[00000-{nodes - 1:05d}]")
+    shuffled = dict(zip(names, random.Random(1).sample(names, nodes), strict=True))
+    tree = read_text(slurm_tree(nodes)).topology
+    switches = [s.model_copy(update={"nodes": tuple(shuffled[n] for n in s.nodes)}) for s in (tree.switches or ())]
+    machine = load_machine("hgx-h100")
+    topology = Topology(nodes=tuple(machine_node(machine, n) for n in names), switches=tuple(switches), source="tree")
+    degrees = ParallelDegrees(pp=8, dp=nodes // 8, tp=8)
+    started, cpu = time.perf_counter(), time.process_time()
+    placed = place(degrees, topology, 8)
+    wall, spent = time.perf_counter() - started, time.process_time() - cpu
+    new = placement_cost(degrees, *placed).leaving("pp", Level.LEAF)
+    plain = placement_cost(degrees, *consecutive(topology, 8)).leaving("pp", Level.LEAF)
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    print(
+        f"placement      {nodes:6d} nodes  {8 * nodes:6d} ranks  {wall:5.2f} s wall  {spent:5.2f} s CPU  "
+        f"peak {peak / 2**10:5.0f} MiB  pp links between leaves {new:.0f} (order of names: {plain:.0f})"
+    )
+
+
 def main() -> int:
     """Run every size in a fresh process."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--one", nargs=2, metavar=("NAME", "SIZE"), help="measure one size in this process")
+    parser.add_argument("--only", choices=sorted(SIZES), help="measure one kind in all its sizes")
     arguments = parser.parse_args()
     if arguments.one:
-        measure(arguments.one[0], int(arguments.one[1]))
+        name, size = arguments.one[0], int(arguments.one[1])
+        measure_placement(size) if name == "placement" else measure(name, size)
         return 0
     for name, sizes in SIZES.items():
-        for size in sizes:
+        for size in sizes if arguments.only in (None, name) else ():
             subprocess.run([sys.executable, __file__, "--one", name, str(size)], check=True)
     return 0
 

@@ -16,7 +16,7 @@ from hpjob.plan.refusal import no_legal_layout, nothing_fits
 from hpjob.plan.search import Candidate, survey
 from hpjob.plan.shape import shape_of
 from hpjob.recipe.model import Recipe
-from hpjob.topology.groups import largest_group_size
+from hpjob.topology.groups import largest_group_size, usable_gpus
 from hpjob.topology.load import load_machine
 from hpjob.topology.model import MachineType, Topology
 
@@ -99,8 +99,8 @@ def _with_seen_links(machine: MachineType, topology: Topology) -> tuple[MachineT
 
 def _ranks_per_node(recipe: Recipe, topology: Topology, machine: MachineType, asked: int | None) -> int:
     wanted = asked or (recipe.job.gpus_per_node if isinstance(recipe.job.gpus_per_node, int) else None)
-    counts = {len(node.gpus) for node in topology.nodes}
-    have = min(counts) or None
+    # Sliced GPUs and display cards carry no rank; a machine that has nothing else is taken as it is.
+    have = min(len(usable_gpus(node)) or len(node.gpus) for node in topology.nodes) or None
     if machine.island_kind == "host":
         return wanted or machine.gpus_per_node
     if wanted and have and wanted > have:
@@ -122,6 +122,7 @@ def _plan(
     layout, hardware = best.layout, problem.hardware
     degrees = ParallelDegrees(pp=layout.pp, dp=layout.dp, sp=layout.sp, tp=layout.tp, ep=layout.ep)
     ordered, placement = place(degrees, topology, hardware.gpus_per_node)
+    warnings += tuple(note for note in ordered.notes if note not in topology.notes)
     limit = memory_limit_gib(hardware)
     reasons, runners_up = explain_choice(problem, best, candidates, limit)
     return Plan(

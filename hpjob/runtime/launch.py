@@ -12,6 +12,8 @@ from typing import NoReturn
 
 from hpjob.core.errors import ExitCode, HpjobError
 from hpjob.core.run_dir import RunDir
+from hpjob.plan.model import Plan
+from hpjob.plan.placement_line import placement_line
 from hpjob.runtime.failures import FailureReporter, leave_process
 from hpjob.runtime.rank import Rank, find_rank
 from hpjob.runtime.settings import prepare_environment, read_settings
@@ -55,6 +57,7 @@ def _run(rank: Rank, stop: StopRequest) -> NoReturn:
         if rank.rank == 0:
             stop.stop_file = rank.run_dir.stop
         settings = read_settings(rank)
+        _say_place(rank, settings.plan)
         prepare_environment(os.environ, deterministic=settings.recipe.training.deterministic)
         # Imported late: torch takes seconds, and the checks above need none of it.
         from hpjob.runtime.session import run_attempt  # noqa: PLC0415
@@ -64,6 +67,13 @@ def _run(rank: Rank, stop: StopRequest) -> NoReturn:
     except BaseException as error:
         reporter.leave(error)
     leave_process(int(ExitCode.DONE))
+
+
+def _say_place(rank: Rank, plan: Plan) -> None:
+    """Every rank says where it is, also those that leave other news to rank 0."""
+    placement_log = log.getChild("placement")
+    placement_log.setLevel(logging.INFO)
+    placement_log.info("%s", placement_line(plan, rank.rank, rank.node))
 
 
 def _configure_logging(rank: Rank) -> None:

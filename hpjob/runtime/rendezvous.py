@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import ipaddress
 import json
+import logging
 import os
 import time
 from collections.abc import MutableMapping
@@ -18,9 +19,12 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import TCPStore
 
 from hpjob.core.run_records import read_json, write_text_atomically
+from hpjob.plan.model import Plan
+from hpjob.plan.placement_line import device_index
 from hpjob.runtime.failures import PeerLostError
 from hpjob.runtime.rank import Rank
 
+log = logging.getLogger(__name__)
 SETUP_TIMEOUT_S = 1800.0
 """For set-up and saves: ranks may be far apart on a slow file system."""
 STEP_TIMEOUT_S = 600.0
@@ -120,11 +124,16 @@ def _alive_key(rank: int) -> str:
     return f"hpjob/alive/{rank}"
 
 
-def choose_device(local_rank: int) -> torch.device:
-    """Return this rank's GPU, or the CPU where there is none."""
+def choose_device(rank: Rank, plan: Plan) -> torch.device:
+    """Return the GPU that the plan gives this rank, or the CPU where there is none."""
     if not torch.cuda.is_available():
         return torch.device("cpu")
-    device = torch.device("cuda", local_rank % torch.cuda.device_count())
+    count = torch.cuda.device_count()
+    index = device_index(plan, rank.rank, os.environ.get("CUDA_VISIBLE_DEVICES"), count)
+    if index is None:
+        index = rank.local_rank % count
+        log.warning("the planned GPU is not among the %d visible ones; using device %d", count, index)
+    device = torch.device("cuda", index)
     torch.cuda.set_device(device)
     return device
 

@@ -51,7 +51,7 @@ class Session:
             Exception: Whatever went wrong on this rank; the caller reports it.
         """
         torch.use_deterministic_algorithms(self._recipe.training.deterministic)
-        device = choose_device(self._rank.local_rank)
+        device = choose_device(self._rank, self._plan)
         self._records.event("joining", world_size=self._rank.world_size, device=str(device))
         store = join(self._rank, device, self._timeouts)
         self._reporter.notify = store.tell_failure

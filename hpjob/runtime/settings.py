@@ -51,6 +51,8 @@ def prepare_environment(env: MutableMapping[str, str], *, deterministic: bool) -
     """
     env.setdefault("OMP_NUM_THREADS", "1")
     env.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
+    # The plan numbers GPUs as the driver does, by PCI bus id.
+    env.setdefault("CUDA_DEVICE_ORDER", "PCI_BUS_ID")
     if deterministic:
         env.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
 

@@ -14,6 +14,9 @@ import time
 import traceback
 from pathlib import Path
 
+from hpjob.plan.model import Plan
+from hpjob.plan.placement_line import placement_line
+
 STOP = (signal.SIGUSR1, signal.SIGUSR2, signal.SIGTERM)
 
 
@@ -26,7 +29,8 @@ def main() -> None:
     stopped: list[int] = []
     for number in STOP:
         signal.signal(number, lambda number, frame: stopped.append(number))
-    sys.stdout.write(f"rank {rank} of {len(hosts)} on {node}\n")
+    plan = Plan.model_validate_json((attempt / "plan.json").read_text())
+    sys.stdout.write(placement_line(plan, rank, node) + "\n")
     sys.stdout.flush()
     if hosts[rank] != node:
         sys.exit(f"rank {rank} is on {node}, planned on {hosts[rank]}")
