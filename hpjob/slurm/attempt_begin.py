@@ -19,6 +19,7 @@ from hpjob.plan.model import Plan
 from hpjob.slurm.job_environment import current_job, node_addresses
 from hpjob.slurm.live import refuse_second_job
 from hpjob.slurm.master_address import master_address
+from hpjob.slurm.seen_from_inside import seen_from_inside
 from hpjob.slurm.site import read_site
 from hpjob.slurm.submit_environment import override_warnings
 from hpjob.topology.model import Topology
@@ -52,7 +53,7 @@ def begin_on_slurm(run: RunDir) -> AttemptDir:
     job = current_job()
     for warning in override_warnings(os.environ):
         logger.warning("%s", warning)
-    topology = cluster_topology(job.partition, len(job.nodes), job.nodes)
+    topology = seen_from_inside(cluster_topology(job.partition, len(job.nodes), job.nodes))
     return begin(
         run,
         Start(
@@ -78,6 +79,7 @@ def begin(run: RunDir, start: Start) -> AttemptDir:
     refuse_second_job(run, job_id=start.job_id)
     _forget_old_requests(run, start.job_id)
     plan, topology = _plan_on(run, start.topology)
+    _log_remarks(start.topology, topology)
     hosts = [topology.nodes[place.node].name for place in sorted(plan.placement, key=lambda place: place.rank)]
     unique_hosts = list(dict.fromkeys(hosts))
     address = master_address(hosts[0], {name: start.addresses.get(name, name) for name in unique_hosts}, start.own_node)
@@ -179,6 +181,12 @@ def _site_facts() -> dict[str, object]:
     except EnvironmentProblemError as error:
         logger.warning("settings of the site are not known: %s", error.message)
         return {}
+
+
+def _log_remarks(given: Topology, placed: Topology) -> None:
+    for note in placed.notes:
+        if note not in given.notes:
+            logger.warning("placement: %s", note)
 
 
 def _log_start(document: Mapping[str, object], plan: Plan) -> None:

@@ -33,9 +33,11 @@ def slurm(slurm_sandbox: SlurmSandbox, monkeypatch: pytest.MonkeyPatch) -> Slurm
 
 
 @pytest.fixture
-def start(slurm: SlurmSandbox, tmp_path: Path) -> Iterator[Start]:
+def start(slurm: SlurmSandbox, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Start]:
     """Submits runs on two nodes; whatever of them is left afterwards is cancelled."""
     runs: list[RunDir] = []
+    # These tests are about the launch; a busy machine takes long to ask four nodes what is in them.
+    monkeypatch.setenv("HPJOB_DETECT_TIMEOUT_S", "0")
 
     def submit_run(folder: Path = tmp_path / "run", **behaviour: object) -> RunDir:
         prepared = make_run(folder, topology=cluster_topology("batch", 2), executor="slurm", **behaviour)  # type: ignore[arg-type]

@@ -14,7 +14,15 @@ from hpjob.topology.detect.node_report import PREFIX
 from hpjob.topology.merge import merge
 from hpjob.topology.model import Switch, Topology
 
-STEP_TIMEOUT_S = 120
+STEP_TIMEOUT_S = 120.0
+_NOT_FOR_THE_STEP = {
+    "SLURM_HOSTFILE",
+    "SLURM_DISTRIBUTION",
+    "SLURM_CPUS_PER_TASK",
+    "SRUN_CPUS_PER_TASK",
+    "SLURM_TRES_PER_TASK",
+}
+"""Variables by which a user's or the job's layout would shape the step."""
 
 
 def in_allocation() -> bool:
@@ -45,8 +53,12 @@ def detect_login() -> Topology:
     return merged.model_copy(update={"notes": (*reasons, *merged.notes, note)})
 
 
-def detect_allocation() -> Topology:
+def detect_allocation(*, known: Topology | None = None, timeout_s: float = STEP_TIMEOUT_S) -> Topology:
     """Run the node detector once on every node of the job and join the answers with what Slurm knows.
+
+    Args:
+        known: What Slurm said of the nodes already; None = ask it.
+        timeout_s: Bound on the step over the nodes.
 
     Raises:
         EnvironmentProblemError: The step failed on every node.
@@ -55,19 +67,23 @@ def detect_allocation() -> Topology:
     # --overlap lets the step run beside the one that asks; all GPUs of the node stay visible to it.
     command = (
         "srun", f"--nodes={count}", f"--ntasks={count}", "--ntasks-per-node=1", "--overlap", "--kill-on-bad-exit=0",
+        "--input=none", f"--time={-(-int(timeout_s) // 60)}",
         sys.executable, "-m", "hpjob.topology.detect.node_report",
     )  # fmt: skip
+    environment = {key: value for key, value in os.environ.items() if key not in _NOT_FOR_THE_STEP}
     try:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=STEP_TIMEOUT_S, check=False)
+        done = subprocess.run(command, capture_output=True, text=True, timeout=timeout_s, check=False, env=environment)
     except (OSError, subprocess.TimeoutExpired) as error:
-        raise EnvironmentProblemError(f"the step over the nodes failed: {error}", hint="try `srun hostname`") from None
+        reason = f"no answer within {timeout_s:.0f} s" if isinstance(error, subprocess.TimeoutExpired) else str(error)
+        raise EnvironmentProblemError(f"the step over the nodes failed: {reason}", hint="try `srun hostname`") from None
     reports, refused = parse_reports(done.stdout)
     if not reports:
         lines = done.stderr.strip().splitlines() or [f"exit code {done.returncode}"]
         raise EnvironmentProblemError(
             f"no node answered: {lines[-1][:200]}", hint="is hpjob installed at the same path on the nodes?"
         )
-    return _joined(reports, int(count), refused)
+    slurm = [known] if known else [found for tool in SLURM_TOOLS if (found := ask(tool)[0]) is not None]
+    return _joined(reports, int(count), refused, slurm)
 
 
 def parse_reports(text: str) -> tuple[list[Topology], int]:
@@ -85,13 +101,15 @@ def parse_reports(text: str) -> tuple[list[Topology], int]:
     return reports, refused
 
 
-def _joined(reports: list[Topology], count: int, refused: int) -> Topology:
+def _joined(reports: list[Topology], count: int, refused: int, slurm: list[Topology]) -> Topology:
     notes = [f"{count - len(reports)} of {count} nodes did not answer"] if len(reports) < count else []
     notes += [f"{refused} answers could not be read"] if refused else []
     places = join_addresses([switch for report in reports for switch in report.switches or ()])
     nodes = sorted((node for report in reports for node in report.nodes), key=lambda node: node.name)
     names = {node.name for node in nodes}
-    slurm = [found for tool in SLURM_TOOLS if (found := ask(tool)[0]) is not None]
+    if any(part.switches or part.blocks for part in slurm):
+        # The paths of the job's own nodes are a part of the tree that Slurm knows whole.
+        places = ()
     inside = Topology(
         nodes=tuple(nodes),
         switches=places or None,

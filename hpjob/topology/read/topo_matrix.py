@@ -244,8 +244,8 @@ def _columns_by_position(rows: dict[str, Row]) -> list[str]:
     gpus = max((int(label[3:]) + 1 for label in gpu_rows), default=0)
     usual = Counter(len(row.cells) for row in gpu_rows.values()).most_common(1)
     for row in gpu_rows.values():
-        if len(row.cells) != usual[0][0]:
-            continue
+        if len(row.cells) != usual[0][0] or (usual[0][1] == 1 < len(gpu_rows)):
+            continue  # rows of which no two are alike: no width can be believed
         marks = [at for at, cell in enumerate(row.cells) if cell == "X" or (cell or "").startswith("NV")]
         gpus = max(gpus, max(marks, default=-1) + 1)
     gpus = min(gpus, MAX_COLUMNS)
@@ -257,6 +257,8 @@ def _distrust(matrix: Matrix, last: int) -> None:
     position = {label: at for at, label in enumerate(matrix.columns)}
     widths = Counter(len(row.cells) for row in matrix.rows.values())
     usual = max(widths, key=lambda width: (widths[width], width), default=0)
+    # A header that lacks a GPU in between was damaged, and a row may be as wide as it is by chance.
+    complete = matrix.header_seen and matrix.gpu_columns == list(range(len(matrix.gpu_columns)))
     for row in matrix.rows.values():
         own = position.get(row.label)
         crosses = [at for at, cell in enumerate(row.cells) if cell == "X"]
@@ -273,7 +275,7 @@ def _distrust(matrix: Matrix, last: int) -> None:
         elif len(row.cells) < min(usual, len(matrix.columns)) and not (is_last or row.elided):
             matrix.notes.append(f"row {row.label} is shorter than the others; cells behind its X were not used")
             row.cells = row.cells[: own + 1] if own is not None and own < len(row.cells) else []
-        _forget_behind_damage(row, own, len(matrix.columns) if matrix.header_seen else None)
+        _forget_behind_damage(row, own, len(matrix.columns) if complete else None)
         if is_last and _may_be_cut(row, len(matrix.columns)):
             row.cells[-1] = None
 

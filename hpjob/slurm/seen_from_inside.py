@@ -1,0 +1,68 @@
+"""The nodes of a job as they see themselves, joined with what Slurm says of them. Never a reason to fail."""
+
+from __future__ import annotations
+
+import logging
+import os
+
+from hpjob.core.errors import HpjobError
+from hpjob.topology.model import Node, Topology
+
+logger = logging.getLogger("hpjob")
+DETECT_TIMEOUT_S = 60.0
+"""Bound on the step that asks all nodes; ``HPJOB_DETECT_TIMEOUT_S`` sets another, 0 leaves the step out."""
+
+
+def seen_from_inside(slurm: Topology) -> Topology:
+    """Add what the nodes of this job find in themselves (NVLink, NICs, rails) to what Slurm knows.
+
+    Args:
+        slurm: The job's nodes as Slurm describes them; its nodes and their order are kept.
+
+    Returns:
+        ``slurm`` itself with a note when the nodes do not answer or contradict what Slurm has given.
+    """
+    timeout_s = _timeout_s()
+    if timeout_s <= 0:
+        return slurm
+    try:
+        from hpjob.topology.detect.cluster import detect_allocation  # noqa: PLC0415
+
+        found = detect_allocation(known=slurm, timeout_s=timeout_s)
+        return _in_order(slurm, found)
+    except HpjobError as error:
+        reason = error.message
+    except Exception as error:
+        # Whatever a driver or a tool of the site does, the job can run on what Slurm knows.
+        logger.debug("detection failed", exc_info=True)
+        reason = repr(error)
+    logger.warning("the nodes were not asked what is inside them: %s", reason)
+    return _with_note(slurm, f"only what Slurm knows of the nodes: {reason}")
+
+
+def _timeout_s() -> float:
+    try:
+        return float(os.environ.get("HPJOB_DETECT_TIMEOUT_S", DETECT_TIMEOUT_S))
+    except ValueError:
+        return DETECT_TIMEOUT_S
+
+
+def _in_order(slurm: Topology, found: Topology) -> Topology:
+    by_name = {node.name: node for node in found.nodes}
+    notes = list(found.notes)
+    nodes = tuple(_node(node, by_name.get(node.name), notes) for node in slurm.nodes)
+    return found.model_copy(update={"nodes": nodes, "notes": tuple(dict.fromkeys(notes))})
+
+
+def _node(known: Node, seen: Node | None, notes: list[str]) -> Node:
+    """Take a node as it sees itself, unless it sees fewer GPUs than Slurm has given to the job."""
+    if seen is None:
+        return known
+    if len(seen.gpus) < len(known.gpus):
+        notes.append(f"{known.name}: sees {len(seen.gpus)} GPUs, Slurm gave {len(known.gpus)}; Slurm is believed")
+        return known
+    return seen
+
+
+def _with_note(topology: Topology, note: str) -> Topology:
+    return topology.model_copy(update={"notes": (*topology.notes, note)})
