@@ -6,6 +6,7 @@ layers of a stage. Sizes are static, because kernels for any size are slower; a 
 
 from __future__ import annotations
 
+import importlib.util
 from typing import Any
 
 import torch
@@ -15,9 +16,11 @@ from hpjob.runtime.model.stage import DecoderStage
 
 
 def wants_compile(recipe: Recipe, device: torch.device) -> bool:
-    """Whether layers are compiled: as the recipe says, else on GPUs."""
+    """Whether layers are compiled: as the recipe says, else on GPUs where Triton makes the kernels."""
     wish = recipe.parallel.enable_jit_fused
-    return device.type == "cuda" if wish == "auto" else wish
+    if wish == "auto":
+        return device.type == "cuda" and importlib.util.find_spec("triton") is not None
+    return wish
 
 
 def compile_stage(stage: DecoderStage) -> None:
