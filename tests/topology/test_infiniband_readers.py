@@ -41,9 +41,10 @@ def test_lines_in_the_wrong_record_are_left_out() -> None:
     lines = fixtures.ib_fabric(units=1, rails=1, hosts=3, spines=0).split("\n")
     first, second = [n for n, line in enumerate(lines) if line.startswith("[1](")][:2]
     lines[first], lines[second] = lines[second], lines[first]
-    text = "\n".join(lines)
-    assert read_text(text).facts["cables"] == 4
-    assert read_text(text).facts["multi_port_hcas"] == {}
+    reading = read_text("\n".join(lines))
+    assert reading.facts["cables"] == 2
+    assert reading.facts["multi_port_hcas"] == {}
+    assert any("contradict" in note for note in reading.notes)
 
 
 def test_port_list_with_padded_and_bare_names() -> None:

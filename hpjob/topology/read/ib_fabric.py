@@ -61,6 +61,8 @@ class Fabric:
 
     nodes: dict[NodeKey, IbNode] = field(default_factory=dict)
     cables: set[frozenset[End]] = field(default_factory=set)
+    disordered: bool = False
+    """Lines stand in records to which they do not belong, so that only a confirmed cable counts."""
     contradicted: int = 0
     """Cables left out because a port that has another cable shows them."""
     rates: list[tuple[int, str]] = field(default_factory=list)
@@ -105,7 +107,7 @@ class Fabric:
         doubled = {end for end, cables in at.items() if len(cables) > 1}
         mixed_up = {end[0] for end in doubled if sum(end[0] in self._shown_by[cable] for cable in at[end]) > 1}
         for cable, shown_by in self._shown_by.items():
-            suspect = any(end in doubled for end in cable) or bool(shown_by & mixed_up)
+            suspect = self.disordered or any(end in doubled for end in cable) or bool(shown_by & mixed_up)
             if suspect and len(shown_by) < 2:
                 self.contradicted += 1
                 continue

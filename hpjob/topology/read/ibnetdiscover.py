@@ -82,12 +82,11 @@ def parse_fabric(source: Source) -> Fabric:
             current = None if _BROKEN_ID.fullmatch(node[3]) else _record(fabric, node)
             continue
         port = _PORT.match(line)
-        if (
-            port
-            and current is not None
-            and not _BROKEN_ID.fullmatch(port[3])
-            and fabric.nodes[current].is_switch != bool(port[2])
-        ):
+        if port is None or current is None or _BROKEN_ID.fullmatch(port[3]):
+            continue
+        if fabric.nodes[current].is_switch == bool(port[2]):
+            fabric.disordered = True
+        else:
             _cable(fabric, current, port, guids, nodes)
     fabric.settle()
     return fabric
@@ -112,6 +111,7 @@ def _cable(
 ) -> None:
     own = _owns(current[0], int(match[1]), match[2], guids, nodes) if match[2] else None
     if own is False:
+        fabric.disordered |= f"H-{(match[2] or '').strip('()').zfill(16)}" in nodes
         return
     comment = match[5] or ""
     quoted = _QUOTED.search(comment)
