@@ -14,7 +14,7 @@ class RuntimeCapabilities:
     """What the runtime can execute."""
 
     schedules: tuple[str, ...] = ("1f1b", "interleaved")
-    sequence_modes: tuple[str, ...] = ("split_gather",)
+    sequence_modes: tuple[str, ...] = ("split_gather", "ring", "all_to_all", "ring_attn")
     zero_stages: tuple[int, ...] = (0, 1, 2, 3)
     recompute: tuple[str, ...] = ("none", "selective", "full")
     max_ep: int = 1

@@ -14,7 +14,8 @@ from hpjob.core.errors import UserInputError
 from hpjob.plan.model import Axis, Plan
 from hpjob.recipe.model import Recipe
 from hpjob.runtime.mesh import Mesh
-from hpjob.runtime.model.compiled import compile_stage, wants_compile
+from hpjob.runtime.model.attention import attention_kernel
+from hpjob.runtime.model.compiled import compile_stage, compiles_layers, wants_compile
 from hpjob.runtime.model.families import family_of
 from hpjob.runtime.model.parameters import ShardedParameter, materialise, plan_cuts
 from hpjob.runtime.model.stage import DecoderStage, stage_parts
@@ -27,6 +28,7 @@ from hpjob.runtime.parallel.vocabulary import IGNORED_LABEL
 from hpjob.runtime.pipeline.executor import Microbatch, PipelineExecutor
 from hpjob.runtime.pipeline.schedule import Schedule, build_schedule
 from hpjob.runtime.pipeline.transport import Transport
+from hpjob.runtime.sequence.sequence_split import sequence_split
 from hpjob.runtime.support import refuse_unsupported
 
 
@@ -38,11 +40,14 @@ class Batch:
         input_ids: (num_microbatches * microbatch_size, seq_length), int64.
         labels: Same shape; ``labels[b, t]`` is the target of position t (already shifted), -100 = none.
         position_ids: Same shape.
+        document_ids: Same shape, integer: packed sequences, whose tokens see only their own document; None = one
+            document a sequence.
     """
 
     input_ids: Tensor
     labels: Tensor
     position_ids: Tensor
+    document_ids: Tensor | None = None
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -81,6 +86,7 @@ class Engine:
         refuse_unsupported(plan, recipe)
         self._plan, self._recipe, self._mesh, self._device = plan, recipe, mesh, device
         self._rank = mesh.coordinate(Axis.PP)
+        self._split = sequence_split(plan.seq_length, plan.sequence_parallelism_mode, mesh)
         self._schedule = build_schedule(plan.pipeline, plan.degrees.pp)
         self.parameters: list[ShardedParameter] = []
         """All parameters of this rank."""
@@ -155,22 +161,25 @@ class Engine:
     def _build_stage(self, number: int) -> tuple[DecoderStage, GradientSync]:
         plan, recipe, mesh = self._plan, self._recipe, self._mesh
         part = stage_parts(plan.pipeline.layers_per_stage)[number]
-        region = TensorRegion(mesh=mesh.tp_mesh, splits_sequence=plan.sequence_parallelism_mode == "split_gather")
-        stage = DecoderStage(family_of(recipe.model.model_type), recipe.model, part, plan, region)
+        mode = plan.sequence_parallelism_mode
+        region = TensorRegion(
+            mesh=mesh.tp_mesh, splits_sequence=mode in ("split_gather", "ring"), is_ring=mode == "ring"
+        )
+        family, kernel = family_of(recipe.model.model_type), attention_kernel(plan, mesh)
+        stage = DecoderStage(family, recipe.model, part, plan, region, kernel)
         cuts = plan_cuts(stage, mesh)
         shard_stage(stage, plan, mesh)
         dtype = torch.float32 if needs_fsdp(mesh) else COMPUTE_DTYPE[plan.precision]
         own = materialise(stage, cuts, mesh, self._device, seed=recipe.training.seed, compute_dtype=dtype)
         self.parameters += own
         stage.make_rotary(self._device)
-        if wants_compile(recipe, self._device):
+        if compiles_layers(plan, recipe, self._device):
             compile_stage(stage)
         return stage, GradientSync(stage, plan, own)
 
     def _transport(self) -> Transport:
         plan = self._plan
-        length = plan.seq_length // (plan.degrees.tp if plan.sequence_parallelism_mode else 1)
-        shape = (plan.pipeline.microbatch_size, length, self._recipe.model.hidden_size)
+        shape = (plan.pipeline.microbatch_size, self._split.local_length, self._recipe.model.hidden_size)
         return Transport(
             self._schedule, self._mesh, shape=shape, dtype=COMPUTE_DTYPE[plan.precision], device=self._device
         )
@@ -178,8 +187,9 @@ class Engine:
     def _check_shape(self, batch: Batch) -> None:
         pipeline = self._plan.pipeline
         expected = (pipeline.num_microbatches * pipeline.microbatch_size, self._plan.seq_length)
-        for name in ("input_ids", "labels", "position_ids"):
-            found = tuple(getattr(batch, name).shape)
+        for name in ("input_ids", "labels", "position_ids", "document_ids"):
+            tensor = getattr(batch, name)
+            found = expected if tensor is None else tuple(tensor.shape)
             if found != expected:
                 raise UserInputError(
                     f"batch.{name} has shape {found}, the plan needs {expected}",
@@ -188,19 +198,22 @@ class Engine:
 
     def _count_tokens(self, batch: Batch) -> Tensor:
         count = (batch.labels != IGNORED_LABEL).sum().to(self._device)
-        counts_here = self._rank == 0 and self._mesh.coordinate(Axis.TP) == 0
+        counts_here = all(self._mesh.coordinate(axis) == 0 for axis in (Axis.PP, Axis.SP, Axis.TP))
         total = count if counts_here else torch.zeros_like(count)
         dist.all_reduce(total)
         return total
 
     def _microbatches(self, batch: Batch) -> Iterator[Microbatch]:
-        size = self._plan.pipeline.microbatch_size
-        parts = [
-            torch.split(tensor.to(self._device, non_blocking=True), size)
-            for tensor in (batch.input_ids, batch.labels, batch.position_ids)
+        size, split, device = self._plan.pipeline.microbatch_size, self._split, self._device
+        tensors = [
+            split.take(split.pad(batch.input_ids.to(device, non_blocking=True), 0)),
+            split.take(split.pad(batch.labels.to(device, non_blocking=True), IGNORED_LABEL)),
+            split.take(split.pad_positions(batch.position_ids.to(device, non_blocking=True))),
         ]
-        for input_ids, labels, position_ids in zip(*parts, strict=True):
-            yield Microbatch(input_ids=input_ids, labels=labels, position_ids=position_ids)
+        if batch.document_ids is not None:
+            tensors.append(split.pad(batch.document_ids.to(device, non_blocking=True), -1))
+        for parts in zip(*(torch.split(tensor, size) for tensor in tensors), strict=True):
+            yield Microbatch(*parts)
 
 
 def _tied_group(schedule: Schedule, mesh: Mesh) -> dist.ProcessGroup | None:

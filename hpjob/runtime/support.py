@@ -11,7 +11,7 @@ from hpjob.runtime.pipeline.schedule import SCHEDULES
 
 def unsupported(plan: Plan, recipe: Recipe) -> list[str]:
     """Return one sentence for everything in a plan that this runtime cannot run."""
-    return [*_unsupported_switches(plan), *_unsupported_shapes(plan, recipe)]
+    return [*_unsupported_switches(plan), *_unsupported_sequence(plan, recipe), *_unsupported_shapes(plan, recipe)]
 
 
 def refuse_unsupported(plan: Plan, recipe: Recipe) -> None:
@@ -28,7 +28,6 @@ def refuse_unsupported(plan: Plan, recipe: Recipe) -> None:
 def _unsupported_switches(plan: Plan) -> list[str]:
     degrees = plan.degrees
     reasons = []
-    reasons += _unsupported_sequence(plan)
     if degrees.ep > 1:
         reasons.append("expert parallelism is not supported")
     if plan.precision == "fp16":
@@ -38,18 +37,17 @@ def _unsupported_switches(plan: Plan) -> list[str]:
     return [*reasons, *_unsupported_pipeline(plan.pipeline, degrees.pp)]
 
 
-def _unsupported_sequence(plan: Plan) -> list[str]:
+def _unsupported_sequence(plan: Plan, recipe: Recipe) -> list[str]:
     mode, degrees = plan.sequence_parallelism_mode, plan.degrees
-    if mode not in (None, "split_gather"):
-        return [f"sequence parallelism {mode} is not supported, use split_gather"]
-    if degrees.sp > 1:
-        return [f"sp {degrees.sp} is not supported: split_gather shares the tp group"]
+    if mode in ("split_gather", "ring"):
+        reasons = [f"{mode} needs tp of at least 2"] if degrees.tp == 1 else []
+        return [*reasons, f"sp {degrees.sp} is not possible: {mode} shares the tp group"] if degrees.sp > 1 else reasons
     if mode is None:
-        return []
-    if degrees.tp == 1:
-        return ["split_gather needs tp of at least 2"]
-    uneven = plan.seq_length % degrees.tp
-    return [f"seq_length {plan.seq_length} does not divide by tp {degrees.tp} (split_gather)"] if uneven else []
+        return [f"sp {degrees.sp} needs a sequence_parallelism_mode"] if degrees.sp > 1 else []
+    heads = recipe.model.num_attention_heads // degrees.tp
+    if mode == "all_to_all" and heads % degrees.sp:
+        return [f"all_to_all spreads the {heads} attention heads of a tp rank over sp, which {degrees.sp} does not divide"]
+    return []
 
 
 def _unsupported_pipeline(pipeline: Pipeline, pp: int) -> list[str]:

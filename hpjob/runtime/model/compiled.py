@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 
+from hpjob.plan.model import Plan
 from hpjob.recipe.model import Recipe
 from hpjob.runtime.model.stage import DecoderStage
 
@@ -18,6 +19,13 @@ def wants_compile(recipe: Recipe, device: torch.device) -> bool:
     """Whether layers are compiled: as the recipe says, else on GPUs."""
     wish = recipe.parallel.enable_jit_fused
     return device.type == "cuda" if wish == "auto" else wish
+
+
+def compiles_layers(plan: Plan, recipe: Recipe, device: torch.device) -> bool:
+    """Whether :func:`compile_stage` can be used: messages inside a layer and deferred gradients cannot be traced."""
+    traceable = plan.sequence_parallelism_mode in (None, "split_gather")
+    traceable = traceable and plan.pipeline.style != "zbv" and recipe.model.num_experts is None
+    return traceable and wants_compile(recipe, device)
 
 
 def compile_stage(stage: DecoderStage) -> None:

@@ -16,7 +16,6 @@ from torch import nn
 from hpjob.core.errors import UserInputError
 from hpjob.core.schema import nearest
 from hpjob.recipe.model import ModelShape
-from hpjob.runtime.model.attention import ATTENTION_NAME
 
 
 class Placement(StrEnum):
@@ -45,9 +44,9 @@ class Family:
     parallel_blocks: tuple[str, ...] = ("self_attn", "mlp")
 
     def config(self, shape: ModelShape) -> Any:
-        """Return the transformers config of this shape, with our attention function."""
+        """Return the transformers config of this shape."""
         module = importlib.import_module(f"transformers.models.{self.model_type}.configuration_{self.model_type}")
-        config = getattr(module, f"{self.class_prefix}Config")(
+        return getattr(module, f"{self.class_prefix}Config")(
             vocab_size=shape.vocab_size,
             hidden_size=shape.hidden_size,
             intermediate_size=shape.intermediate_size,
@@ -61,8 +60,6 @@ class Family:
             tie_word_embeddings=shape.tie_word_embeddings,
             use_cache=False,
         )
-        config._attn_implementation = ATTENTION_NAME
-        return config
 
     def layer(self, config: Any, index: int) -> nn.Module:
         """Return one decoder layer on the current default device."""

@@ -17,13 +17,13 @@ from torch.utils.checkpoint import checkpoint
 
 from hpjob.plan.model import Plan
 from hpjob.recipe.model import ModelShape
-from hpjob.runtime.model.attention import RECOMPUTE_ATTRIBUTE
 from hpjob.runtime.model.families import Family
 from hpjob.runtime.model.placement import place_layer
 from hpjob.runtime.parallel.linear import ColumnParallelLinear, local_tensor
 from hpjob.runtime.parallel.region import chunk_bounds
 from hpjob.runtime.parallel.tensor_region import TensorRegion
 from hpjob.runtime.parallel.vocabulary import VocabularyParallelEmbedding, cross_entropy_sum
+from hpjob.runtime.sequence.attention_interface import AttentionKernel, install_attention
 
 EMBEDDING = "model.embed_tokens.weight"
 HEAD = "lm_head.weight"
@@ -65,9 +65,18 @@ class DecoderStage(nn.Module):
         part: Layers and ends that this stage holds.
         plan: Recomputation policy.
         region: Edges of the tensor-parallel region.
+        kernel: Attention of all layers.
     """
 
-    def __init__(self, family: Family, shape: ModelShape, part: StagePart, plan: Plan, region: TensorRegion) -> None:
+    def __init__(
+        self,
+        family: Family,
+        shape: ModelShape,
+        part: StagePart,
+        plan: Plan,
+        region: TensorRegion,
+        kernel: AttentionKernel,
+    ) -> None:
         super().__init__()
         self.part = part
         self.shape = shape
@@ -93,7 +102,7 @@ class DecoderStage(nn.Module):
                     )
         for layer in layers.values():
             place_layer(layer, family, shape, region)
-            setattr(layer.self_attn, RECOMPUTE_ATTRIBUTE, plan.recompute == "selective")
+        install_attention(self.model.layers, kernel)
 
     def make_rotary(self, device: torch.device) -> None:
         """Make the rotary buffers; they are computed, not loaded, and need a real device."""
@@ -110,22 +119,29 @@ class DecoderStage(nn.Module):
         for name, parameter in self.named_parameters():
             yield (EMBEDDING if self.tied and name == HEAD else name), parameter
 
-    def forward(self, inputs: Tensor, position_ids: Tensor) -> Tensor:
+    def forward(self, inputs: Tensor, position_ids: Tensor, document_ids: Tensor | None = None) -> Tensor:
         """Run the stage.
 
         Args:
             inputs: Token ids (batch, seq) on the first stage, else hidden states (batch, seq, hidden); of a
                 split sequence this rank's part.
-            position_ids: (batch, seq), of the whole sequence.
+            position_ids: (batch, seq), of all tokens that meet in attention's linear layers.
+            document_ids: (batch, whole sequence); tokens see only their own document. None = one a sequence.
 
         Returns:
             Hidden states, or on the last stage this rank's chunk of the logits (batch, seq, vocab chunk).
         """
         hidden: Tensor = self.model.embed_tokens(inputs) if self.part.is_first else inputs  # type: ignore[operator]
-        positions = self.rotary(hidden, position_ids)
+        arguments: dict[str, Any] = {
+            "position_ids": position_ids,
+            "position_embeddings": self.rotary(hidden, position_ids),
+            "attention_mask": None,
+        }
+        if document_ids is not None:
+            arguments["document_ids"] = document_ids
         for number, layer in enumerate(self.decoder_layers):
             recompute = bool(self.recompute_every) and number % self.recompute_every == 0
-            hidden = _run_layer(layer, hidden, position_ids, positions, recompute=recompute and self.training)
+            hidden = _run_layer(layer, hidden, arguments, recompute=recompute and self.training)
         return self._logits(hidden) if self.part.is_last else hidden
 
     def loss_sum(self, logits: Tensor, labels: Tensor) -> Tensor:
@@ -140,19 +156,7 @@ class DecoderStage(nn.Module):
         return logits
 
 
-def _run_layer(
-    layer: Callable[..., Any],
-    hidden: Tensor,
-    position_ids: Tensor,
-    position_embeddings: tuple[Tensor, Tensor],
-    *,
-    recompute: bool,
-) -> Tensor:
-    arguments: dict[str, Any] = {
-        "position_ids": position_ids,
-        "position_embeddings": position_embeddings,
-        "attention_mask": None,
-    }
+def _run_layer(layer: Callable[..., Any], hidden: Tensor, arguments: dict[str, Any], *, recompute: bool) -> Tensor:
     if recompute:
         output = checkpoint(layer, hidden, use_reentrant=False, preserve_rng_state=False, **arguments)
     else:

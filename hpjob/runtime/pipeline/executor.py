@@ -14,13 +14,21 @@ from hpjob.runtime.pipeline.schedule import Action, Kind, Schedule
 from hpjob.runtime.pipeline.transport import Transport
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
+@dataclass(frozen=True, slots=True)
 class Microbatch:
-    """Part of a batch that goes through the pipeline at once; all (microbatch_size, seq)."""
+    """Part of a batch that goes through the pipeline at once; this rank's part of its sequences.
+
+    Attributes:
+        input_ids: (microbatch_size, seq).
+        labels: Same shape.
+        position_ids: Same shape.
+        document_ids: (microbatch_size, whole sequence); None = one document a sequence.
+    """
 
     input_ids: Tensor
     labels: Tensor
     position_ids: Tensor
+    document_ids: Tensor | None = None
 
 
 @dataclass(slots=True)
@@ -116,7 +124,7 @@ class PipelineExecutor:
         if received is not None:
             received.requires_grad_(True)
         inputs = microbatch.input_ids if received is None else received
-        output = state.module(inputs, microbatch.position_ids)
+        output = state.module(inputs, microbatch.position_ids, microbatch.document_ids)
         if state.module.part.is_last:
             output = state.module.loss_sum(output, microbatch.labels) * loss_scale
             loss = output.detach()

@@ -16,20 +16,26 @@ import torch.distributed._functional_collectives as functional
 from torch import Tensor
 
 from hpjob.runtime.sequence.ring import Ring, circulate
-from hpjob.runtime.sequence.sequence_collectives import check_divisible, local_part, start_gather, start_reduction
+from hpjob.runtime.sequence.sequence_collectives import (
+    check_divisible,
+    local_part,
+    start_gather,
+    start_reduction,
+    wait_for,
+)
 from hpjob.runtime.weight_gradients import DeferWeightGradients
 
 
 def _gather(shard: Tensor, group: dist.ProcessGroup, dim: int) -> Tensor:
     # Compiled code needs the form that the compiler can see into.
     if torch.compiler.is_compiling():
-        return functional.wait_tensor(functional.all_gather_tensor(shard.contiguous(), dim, group))
+        return wait_for(functional.all_gather_tensor(shard.contiguous(), dim, group))
     return start_gather(shard, group, dim).wait()
 
 
 def _reduce(tensor: Tensor, group: dist.ProcessGroup, dim: int) -> Tensor:
     if torch.compiler.is_compiling():
-        return functional.wait_tensor(functional.reduce_scatter_tensor(tensor.contiguous(), "sum", dim, group))
+        return wait_for(functional.reduce_scatter_tensor(tensor.contiguous(), "sum", dim, group))
     return start_reduction(tensor, group, dim).wait()
 
 
