@@ -13,7 +13,7 @@ from hpjob.plan.shape import Shape
 class RuntimeCapabilities:
     """What the runtime can execute."""
 
-    schedules: tuple[str, ...] = ("1f1b", "interleaved")
+    schedules: tuple[str, ...] = ("1f1b", "interleaved", "zbv")
     sequence_modes: tuple[str, ...] = ("split_gather", "ring", "all_to_all", "ring_attn")
     zero_stages: tuple[int, ...] = (0, 1, 2, 3)
     recompute: tuple[str, ...] = ("none", "selective", "full")

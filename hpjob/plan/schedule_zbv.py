@@ -18,11 +18,27 @@ class _Rank:
         self.limit = 2 * pp
         self.clock = 0.0
         self.held = 0
-        self.weights: list[int] = []
+        self.weights: list[tuple[int, int]] = []
+        self.order: list[Action] = []
+
+
+Action = tuple[str, int, int]
+"""Kind (``F`` forward, ``B`` input gradient, ``W`` weight gradient), stage, microbatch."""
 
 
 def simulate_zbv(pp: int, num_microbatches: int, times: StageTimes, hop: float, blocking: float) -> float:
     """Return the seconds of the schedule; see :func:`hpjob.plan.schedule.makespan` for the arguments."""
+    return max(rank.clock for rank in _run(pp, num_microbatches, times, hop, blocking))
+
+
+def zbv_orders(pp: int, num_microbatches: int) -> list[list[Action]]:
+    """Return what each rank computes in which order, where forward and both backward parts take equally long."""
+    equal = (1.0,) * (2 * pp)
+    times = StageTimes(forward=equal, backward_input=equal, backward_weight=equal)
+    return [rank.order for rank in _run(pp, num_microbatches, times, 0.0, 0.0)]
+
+
+def _run(pp: int, num_microbatches: int, times: StageTimes, hop: float, blocking: float) -> list[_Rank]:
     last = 2 * pp - 1
     wait, stall = hop * (1 - blocking), hop * blocking
     ranks = [_Rank(rank, pp) for rank in range(pp)]
@@ -43,7 +59,7 @@ def simulate_zbv(pp: int, num_microbatches: int, times: StageTimes, hop: float, 
                 at = max(rank.clock, forward_at[stage][forwards[stage]])
                 best = min(best or (at, 1, -stage, "F"), (at, 1, -stage, "F"))
         if rank.weights:
-            stage = rank.weights[0]
+            stage = rank.weights[0][0]
             if best is None or rank.clock + times.backward_weight[stage] <= best[0]:
                 return (rank.clock, 2, -stage, "W")
         return best
@@ -53,11 +69,12 @@ def simulate_zbv(pp: int, num_microbatches: int, times: StageTimes, hop: float, 
         (at, _, negative, kind), index = min(actions)
         rank, stage = ranks[index], -negative
         if kind == "W":
-            rank.weights.pop(0)
+            rank.order.append(("W", *rank.weights.pop(0)))
             rank.clock = at + times.backward_weight[stage]
         elif kind == "F":
             # Stages pp-1 and pp are on one rank: nothing is sent between them.
             end = at + times.forward[stage] + (stall if stage not in (0, pp) else 0.0)
+            rank.order.append(("F", stage, forwards[stage]))
             forwards[stage] += 1
             rank.held += 1
             rank.clock = end
@@ -67,11 +84,12 @@ def simulate_zbv(pp: int, num_microbatches: int, times: StageTimes, hop: float, 
                 forward_at[stage + 1].append(end + (wait if stage + 1 != pp else 0.0))
         else:
             end = at + times.backward_input[stage] + (stall if stage not in (pp - 1, last) else 0.0)
+            rank.order.append(("B", stage, backwards[stage]))
+            rank.weights.append((stage, backwards[stage]))
             backwards[stage] += 1
             rank.held -= 1
-            rank.weights.append(stage)
             rank.clock = end
             if stage:
                 backward_at[stage - 1].append(end + (wait if stage != pp else 0.0))
         remaining -= 1
-    return max(rank.clock for rank in ranks)
+    return ranks

@@ -20,7 +20,7 @@ from hpjob.runtime.model.families import family_of
 from hpjob.runtime.model.parameters import ShardedParameter, materialise, plan_cuts
 from hpjob.runtime.model.stage import DecoderStage, stage_parts
 from hpjob.runtime.optimizer.adamw import AdamW, copy_local
-from hpjob.runtime.optimizer.gradients import local_squared_norm, sum_gradients
+from hpjob.runtime.optimizer.gradients import add_gradients, local_squared_norm, sum_gradients
 from hpjob.runtime.optimizer.schedule import learning_rate
 from hpjob.runtime.parallel.data import COMPUTE_DTYPE, GradientSync, needs_fsdp, shard_stage
 from hpjob.runtime.parallel.tensor_region import TensorRegion
@@ -30,6 +30,7 @@ from hpjob.runtime.pipeline.schedule import Schedule, build_schedule
 from hpjob.runtime.pipeline.transport import Transport
 from hpjob.runtime.sequence.sequence_split import sequence_split
 from hpjob.runtime.support import refuse_unsupported
+from hpjob.runtime.weight_gradients import WeightGradientQueue
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -91,7 +92,7 @@ class Engine:
         self.parameters: list[ShardedParameter] = []
         """All parameters of this rank."""
         stages = {number: self._build_stage(number) for number in self._schedule.stages_of(self._rank)}
-        self.stages: list[DecoderStage] = [stage for stage, _ in stages.values()]
+        self.stages: list[DecoderStage] = [stage for stage, _, _ in stages.values()]
         """This rank's stages, in model order."""
         self._executor = PipelineExecutor(self._schedule, self._rank, stages, self._transport())
         self._tied_group = _tied_group(self._schedule, mesh) if recipe.model.tie_word_embeddings else None
@@ -121,8 +122,8 @@ class Engine:
         microbatches = list(self._microbatches(batch))
         loss = self._executor.run(microbatches, 1.0 / num_tokens.clamp(min=1).float())
         sum_gradients([p for p in self.parameters if p.partial_over_tp], self._mesh.group(Axis.TP))
-        if self._tied_group is not None:
-            sum_gradients([p for p in self.parameters if p.is_embedding], self._tied_group)
+        if self._recipe.model.tie_word_embeddings:
+            self._sum_tied_gradients()
         counted = loss is not None and self._mesh.coordinate(Axis.TP) == 0
         part = loss.double() if loss is not None and counted else torch.zeros((), dtype=torch.float64)
         return part.to(self._device), num_tokens
@@ -158,7 +159,7 @@ class Engine:
                 item.publish()
             self.optimizer.load_state_dict(state)
 
-    def _build_stage(self, number: int) -> tuple[DecoderStage, GradientSync]:
+    def _build_stage(self, number: int) -> tuple[DecoderStage, GradientSync, WeightGradientQueue | None]:
         plan, recipe, mesh = self._plan, self._recipe, self._mesh
         part = stage_parts(plan.pipeline.layers_per_stage)[number]
         mode = plan.sequence_parallelism_mode
@@ -175,7 +176,16 @@ class Engine:
         stage.make_rotary(self._device)
         if compiles_layers(plan, recipe, self._device):
             compile_stage(stage)
-        return stage, GradientSync(stage, plan, own)
+        queue = WeightGradientQueue() if self._schedule.defers_weights else None
+        stage.defer_weight_gradients(queue)
+        return stage, GradientSync(stage, plan, own), queue
+
+    def _sum_tied_gradients(self) -> None:
+        copies = [p for p in self.parameters if p.is_embedding]
+        if self._tied_group is not None:
+            sum_gradients(copies, self._tied_group)
+        elif len(copies) > 1:
+            add_gradients(copies)
 
     def _transport(self) -> Transport:
         plan = self._plan

@@ -46,7 +46,9 @@ def _unsupported_sequence(plan: Plan, recipe: Recipe) -> list[str]:
         return [f"sp {degrees.sp} needs a sequence_parallelism_mode"] if degrees.sp > 1 else []
     heads = recipe.model.num_attention_heads // degrees.tp
     if mode == "all_to_all" and heads % degrees.sp:
-        return [f"all_to_all spreads the {heads} attention heads of a tp rank over sp, which {degrees.sp} does not divide"]
+        return [
+            f"all_to_all spreads the {heads} attention heads of a tp rank over sp, which {degrees.sp} does not divide"
+        ]
     return []
 
 
@@ -58,6 +60,8 @@ def _unsupported_pipeline(pipeline: Pipeline, pp: int) -> list[str]:
         return [f"pipeline style {style} is not supported, use {' or '.join(SCHEDULES)}"]
     if style == "1f1b":
         return [f"1f1b has one model chunk per pipeline rank, not {chunks}"] if chunks > 1 else []
+    if style == "zbv":
+        return [] if chunks == 2 else [f"zbv has two model chunks per pipeline rank, not {chunks}"]
     reasons = [] if chunks > 1 else [f"{style} needs at least two model chunks per pipeline rank"]
     if pipeline.num_microbatches % pp:
         reasons.append(f"{style} needs microbatches ({pipeline.num_microbatches}) in multiples of pp {pp}")

@@ -41,9 +41,7 @@ class RecomputedAttention:
         settings = {"scale": scale, "document_ids": document_ids, "sliding_window": sliding_window}
         if not torch.is_grad_enabled():
             return self._kernel(q, k, v, **settings)  # type: ignore[arg-type]
-        output: Tensor = checkpoint(
-            self._kernel, q, k, v, use_reentrant=False, preserve_rng_state=False, **settings
-        )
+        output: Tensor = checkpoint(self._kernel, q, k, v, use_reentrant=False, preserve_rng_state=False, **settings)
         return output
 
     def describe(self, q: Tensor, k: Tensor, *, needs_bias: bool = False) -> str:

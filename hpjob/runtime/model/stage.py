@@ -19,11 +19,12 @@ from hpjob.plan.model import Plan
 from hpjob.recipe.model import ModelShape
 from hpjob.runtime.model.families import Family
 from hpjob.runtime.model.placement import place_layer
-from hpjob.runtime.parallel.linear import ColumnParallelLinear, local_tensor
+from hpjob.runtime.parallel.linear import ColumnParallelLinear, DeferringLinear, local_tensor
 from hpjob.runtime.parallel.region import chunk_bounds
 from hpjob.runtime.parallel.tensor_region import TensorRegion
 from hpjob.runtime.parallel.vocabulary import VocabularyParallelEmbedding, cross_entropy_sum
 from hpjob.runtime.sequence.attention_interface import AttentionKernel, install_attention
+from hpjob.runtime.weight_gradients import WeightGradientQueue
 
 EMBEDDING = "model.embed_tokens.weight"
 HEAD = "lm_head.weight"
@@ -108,6 +109,12 @@ class DecoderStage(nn.Module):
         """Make the rotary buffers; they are computed, not loaded, and need a real device."""
         with device:
             self.rotary = self._family.rotary(self._config)
+
+    def defer_weight_gradients(self, queue: WeightGradientQueue | None) -> None:
+        """Let all linear layers leave their weight gradients to a queue; None = compute them at once."""
+        for module in self.modules():
+            if isinstance(module, DeferringLinear):
+                module.queue = queue
 
     @property
     def decoder_layers(self) -> list[nn.Module]:

@@ -25,6 +25,14 @@ def sum_gradients(items: Sequence[ShardedParameter], group: dist.ProcessGroup) -
         gradient.copy_(part.view_as(gradient))
 
 
+def add_gradients(copies: Sequence[ShardedParameter]) -> None:
+    """Give all copies of one parameter on this rank the sum of their gradients."""
+    gradients = [gradient for item in copies if (gradient := item.local_gradient) is not None]
+    total = torch.stack(gradients).sum(0)
+    for gradient in gradients:
+        gradient.copy_(total)
+
+
 def local_squared_norm(items: Sequence[ShardedParameter], device: torch.device) -> Tensor:
     """Return the squared norm of the gradients that this rank counts, fp64.
 

@@ -113,15 +113,29 @@ class GradientSync:
         self._reshard_every = plan.zero_stage == 3
         self._last: bool | None = None
 
-    def before_backward(self, *, last: bool) -> None:
-        """Prepare for one backward pass; ``last`` = the stage's last of this step."""
+    def before_backward(self, *, last: bool, deferred: bool = False) -> None:
+        """Prepare for one backward pass.
+
+        Args:
+            last: It is the stage's last of this step.
+            deferred: It leaves weight gradients for later, so nothing can be reduced yet.
+        """
         if last is self._last or not self._units:
             return
         self._last = last
         self._units[0].set_is_last_backward(last)
         for unit in self._units:
-            unit.set_requires_gradient_sync(last or self._every, recurse=False)
+            unit.set_requires_gradient_sync(last or (self._every and not deferred), recurse=False)
             unit.set_reshard_after_backward(last or self._reshard_every, recurse=False)
+
+    def after_deferred(self, *, last: bool) -> None:
+        """Take in deferred weight gradients of one microbatch; after the last ones, reduce everything."""
+        self.after_backward()
+        if self._units:
+            self.before_backward(last=last, deferred=True)
+            # What FSDP2 does at the end of a backward pass, which deferred gradients come after: torch's own
+            # pipeline stages call it too.
+            fully_shard.state(self._units[0])._root_post_backward_final_callback()  # type: ignore[attr-defined]
 
     def after_backward(self) -> None:
         """Add the gradients of a backward pass to their sum in fp32, where FSDP2 does not."""

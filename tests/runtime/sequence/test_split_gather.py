@@ -93,7 +93,9 @@ def counted_collectives() -> Iterator[dict[str, int]]:
     # Newer torch calls two of them otherwise.
     names = {
         "all_gather": "all_gather_single" if hasattr(dist, "all_gather_single") else "all_gather_into_tensor",
-        "reduce_scatter": "reduce_scatter_single" if hasattr(dist, "reduce_scatter_single") else "reduce_scatter_tensor",
+        "reduce_scatter": "reduce_scatter_single"
+        if hasattr(dist, "reduce_scatter_single")
+        else "reduce_scatter_tensor",
         "messages": "batch_isend_irecv",
     }
     counts = dict.fromkeys(names, 0)
