@@ -20,7 +20,7 @@ class RuntimeCapabilities:
     max_ep: int = 1
     cpu_offload: bool = False
     families: tuple[str, ...] = ("llama",)
-    precisions: tuple[str, ...] = ("bf16", "fp32")
+    precisions: tuple[str, ...] = ("bf16", "fp16", "fp32")
 
 
 RUNTIME = RuntimeCapabilities()

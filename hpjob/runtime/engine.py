@@ -21,6 +21,7 @@ from hpjob.runtime.model.parameters import ShardedParameter, materialise, plan_c
 from hpjob.runtime.model.stage import DecoderStage, stage_parts
 from hpjob.runtime.optimizer.adamw import AdamW, copy_local
 from hpjob.runtime.optimizer.gradients import add_gradients, local_squared_norm, sum_gradients
+from hpjob.runtime.optimizer.loss_scale import LossScale
 from hpjob.runtime.optimizer.schedule import learning_rate
 from hpjob.runtime.parallel.data import COMPUTE_DTYPE, GradientSync, needs_fsdp, shard_stage
 from hpjob.runtime.parallel.tensor_region import TensorRegion
@@ -96,6 +97,8 @@ class Engine:
         """This rank's stages, in model order."""
         self._executor = PipelineExecutor(self._schedule, self._rank, stages, self._transport())
         self._tied_group = _tied_group(self._schedule, mesh) if recipe.model.tie_word_embeddings else None
+        self.loss_scale = LossScale(recipe.parallel.initial_scale) if plan.precision == "fp16" else None
+        """Only in fp16."""
         self.optimizer = AdamW(self.parameters, recipe.optimizer, compiled=wants_compile(recipe, device))
 
     def train_step(self, batch: Batch, step: int) -> StepResult:
@@ -120,21 +123,30 @@ class Engine:
             item.clear_gradient()
         num_tokens = self._count_tokens(batch)
         microbatches = list(self._microbatches(batch))
-        loss = self._executor.run(microbatches, 1.0 / num_tokens.clamp(min=1).float())
+        loss = self._executor.run(microbatches, self.gradient_scale / num_tokens.clamp(min=1).float())
         sum_gradients([p for p in self.parameters if p.partial_over_tp], self._mesh.group(Axis.TP))
         if self._recipe.model.tie_word_embeddings:
             self._sum_tied_gradients()
         counted = loss is not None and self._mesh.coordinate(Axis.TP) == 0
-        part = loss.double() if loss is not None and counted else torch.zeros((), dtype=torch.float64)
+        part = (
+            loss.double() / self.gradient_scale
+            if loss is not None and counted
+            else torch.zeros((), dtype=torch.float64)
+        )
         return part.to(self._device), num_tokens
 
     def apply_gradients(self, loss: Tensor, num_tokens: Tensor, step: int) -> StepResult:
-        """Clip over the whole mesh and update; arguments as :meth:`accumulate_gradients` returns them."""
+        """Clip over the whole mesh and update; arguments as :meth:`accumulate_gradients` returns them.
+
+        Gradients that overflowed in fp16 update nothing: the result's norm is then not finite.
+        """
         sums = torch.stack([loss, local_squared_norm(self.parameters, self._device)])
         dist.all_reduce(sums)
-        norm = sums[1].sqrt()
+        scale = self.gradient_scale
+        norm = sums[1].sqrt() / scale
         lr = learning_rate(self._recipe.optimizer, step, self._recipe.training.steps)
-        self.optimizer.step(lr, norm)
+        if self.loss_scale is None or self.loss_scale.accepts(norm.item()):
+            self.optimizer.step(lr, norm, scale)
         figures = torch.stack([sums[0], norm, num_tokens.double()]).tolist()
         return StepResult(loss=figures[0], grad_norm=figures[1], num_tokens=int(figures[2]), lr=lr)
 
@@ -145,7 +157,8 @@ class Engine:
         in place on any other mesh.
         """
         weights = {item.name: item.weight for item in self.parameters}
-        return {**weights, **self.optimizer.state_dict()}
+        scale = {} if self.loss_scale is None else self.loss_scale.state_dict()
+        return {**weights, **self.optimizer.state_dict(), **scale}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Take over a state of the form of :meth:`state_dict`, usually that very one, filled in place.
@@ -158,6 +171,13 @@ class Engine:
                 copy_local(item.local, state[item.name])
                 item.publish()
             self.optimizer.load_state_dict(state)
+            if self.loss_scale is not None:
+                self.loss_scale.load_state_dict(state)
+
+    @property
+    def gradient_scale(self) -> float:
+        """What gradients are multiplied with before :meth:`apply_gradients`; 1 unless the precision is fp16."""
+        return 1.0 if self.loss_scale is None else self.loss_scale.value
 
     def _build_stage(self, number: int) -> tuple[DecoderStage, GradientSync, WeightGradientQueue | None]:
         plan, recipe, mesh = self._plan, self._recipe, self._mesh

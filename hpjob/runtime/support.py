@@ -30,8 +30,6 @@ def _unsupported_switches(plan: Plan) -> list[str]:
     reasons = []
     if degrees.ep > 1:
         reasons.append("expert parallelism is not supported")
-    if plan.precision == "fp16":
-        reasons.append("precision fp16 is not supported, use bf16 or fp32")
     if plan.cpu_offload:
         reasons.append("cpu_offload is not supported")
     return [*reasons, *_unsupported_pipeline(plan.pipeline, degrees.pp)]

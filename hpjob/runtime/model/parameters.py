@@ -203,6 +203,8 @@ def materialise(
 def _master(parameter: nn.Parameter, *, needs_single: bool) -> MasterWeight | None:
     if parameter.dtype is torch.float32:
         return None
+    # A loss scale is divided out of the gradient, which fp16 has no room for.
+    needs_single = needs_single or parameter.dtype is torch.float16
     return MasterWeight(torch.empty_like(_local(parameter.detach()), dtype=torch.float32), needs_single)
 
 

@@ -41,25 +41,25 @@ class AdamW:
         self.steps = 0
         """Updates made so far."""
 
-    def step(self, lr: float, norm: Tensor) -> None:
+    def step(self, lr: float, norm: Tensor, loss_scale: float = 1.0) -> None:
         """Clip and update the parameters in place from their gradients.
 
         Args:
             lr: Learning rate.
-            norm: Norm of all gradients of the whole mesh, a scalar tensor.
+            norm: Norm of all gradients of the whole mesh without the loss scale, a scalar tensor.
+            loss_scale: Contained in the gradients.
         """
         if self._compiled:
-            self._update_compiled(lr, norm)
+            self._update_compiled(lr, clip_scale(norm, self._settings.max_norm, loss_scale))
         else:
-            clip(self._parameters, norm, self._settings.max_norm)
+            clip(self._parameters, norm, self._settings.max_norm, loss_scale)
             for decays in (True, False):
                 self._update([item for item in self._parameters if item.decays is decays], lr, decays=decays)
             for item in self._parameters:
                 item.publish()
         self.steps += 1
 
-    def _update_compiled(self, lr: float, norm: Tensor) -> None:
-        scale = clip_scale(norm, self._settings.max_norm)
+    def _update_compiled(self, lr: float, scale: Tensor) -> None:
         update = FusedUpdate(self._settings, lr, self.steps + 1, scale)
         with torch.no_grad():
             for item in self._parameters:

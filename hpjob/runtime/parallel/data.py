@@ -30,6 +30,7 @@ from hpjob.runtime.model.stage import DecoderStage
 COMPUTE_DTYPE: dict[Precision, torch.dtype] = {
     "fp32": torch.float32,
     "bf16": torch.bfloat16,
+    "fp16": torch.float16,
 }
 """Dtype of activations and of gathered parameters; shards and reductions are fp32."""
 
