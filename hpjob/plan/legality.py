@@ -17,9 +17,9 @@ class RuntimeCapabilities:
     sequence_modes: tuple[str, ...] = ("split_gather", "ring", "all_to_all", "ring_attn")
     zero_stages: tuple[int, ...] = (0, 1, 2, 3)
     recompute: tuple[str, ...] = ("none", "selective", "full")
-    max_ep: int = 1
+    max_ep: int = 1024
     cpu_offload: bool = False
-    families: tuple[str, ...] = ("llama",)
+    families: tuple[str, ...] = ("llama", "mistral", "qwen2", "qwen3", "gemma", "mixtral", "qwen3_moe")
     precisions: tuple[str, ...] = ("bf16", "fp16", "fp32")
 
 

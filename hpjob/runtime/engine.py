@@ -13,9 +13,10 @@ from torch import Tensor
 from hpjob.core.errors import UserInputError
 from hpjob.plan.model import Axis, Plan
 from hpjob.recipe.model import Recipe
-from hpjob.runtime.mesh import Mesh
+from hpjob.runtime.mesh import Mesh, add_expert_mesh
 from hpjob.runtime.model.attention import attention_kernel
 from hpjob.runtime.model.compiled import compile_stage, compiles_layers, wants_compile
+from hpjob.runtime.model.experts import place_experts
 from hpjob.runtime.model.families import family_of
 from hpjob.runtime.model.parameters import ShardedParameter, materialise, plan_cuts
 from hpjob.runtime.model.stage import DecoderStage, stage_parts
@@ -86,6 +87,7 @@ class Engine:
 
     def __init__(self, plan: Plan, recipe: Recipe, mesh: Mesh, device: torch.device) -> None:
         refuse_unsupported(plan, recipe)
+        mesh = add_expert_mesh(mesh, plan) if recipe.model.num_experts else mesh
         self._plan, self._recipe, self._mesh, self._device = plan, recipe, mesh, device
         self._rank = mesh.coordinate(Axis.PP)
         self._split = sequence_split(plan.seq_length, plan.sequence_parallelism_mode, mesh)
@@ -188,6 +190,7 @@ class Engine:
         )
         family, kernel = family_of(recipe.model.model_type), attention_kernel(plan, mesh)
         stage = DecoderStage(family, recipe.model, part, plan, region, kernel)
+        place_experts(stage.model.layers, family, mesh, region)  # type: ignore[arg-type]
         cuts = plan_cuts(stage, mesh)
         shard_stage(stage, plan, mesh)
         dtype = torch.float32 if needs_fsdp(mesh) else COMPUTE_DTYPE[plan.precision]

@@ -19,6 +19,7 @@ from hpjob.plan.model import Plan
 from hpjob.recipe.model import ModelShape
 from hpjob.runtime.model.families import Family
 from hpjob.runtime.model.placement import place_layer
+from hpjob.runtime.moe.expert_parallel import ExpertParallelExperts
 from hpjob.runtime.parallel.linear import ColumnParallelLinear, DeferringLinear, local_tensor
 from hpjob.runtime.parallel.region import chunk_bounds
 from hpjob.runtime.parallel.tensor_region import TensorRegion
@@ -113,8 +114,22 @@ class DecoderStage(nn.Module):
     def defer_weight_gradients(self, queue: WeightGradientQueue | None) -> None:
         """Let all linear layers leave their weight gradients to a queue; None = compute them at once."""
         for module in self.modules():
-            if isinstance(module, DeferringLinear):
+            if isinstance(module, DeferringLinear | ExpertParallelExperts):
                 module.queue = queue
+
+    @property
+    def expert_block(self) -> str | None:
+        """Name of the module of a decoder layer that has experts; None = there is none."""
+        return self._family.expert_block
+
+    @property
+    def norm_start(self) -> float:
+        """Initial gain of the norms."""
+        return self._family.norm_start
+
+    def head_norms(self) -> list[nn.Module]:
+        """Norms that act on this rank's attention heads only."""
+        return [layer.get_submodule(name) for layer in self.decoder_layers for name in self._family.head_norms]
 
     @property
     def decoder_layers(self) -> list[nn.Module]:
@@ -138,7 +153,7 @@ class DecoderStage(nn.Module):
         Returns:
             Hidden states, or on the last stage this rank's chunk of the logits (batch, seq, vocab chunk).
         """
-        hidden: Tensor = self.model.embed_tokens(inputs) if self.part.is_first else inputs  # type: ignore[operator]
+        hidden = self._embed(inputs) if self.part.is_first else inputs
         arguments: dict[str, Any] = {
             "position_ids": position_ids,
             "position_embeddings": self.rotary(hidden, position_ids),
@@ -154,6 +169,13 @@ class DecoderStage(nn.Module):
     def loss_sum(self, logits: Tensor, labels: Tensor) -> Tensor:
         """Return the sum of the token losses of one microbatch, fp32."""
         return cross_entropy_sum(logits, labels, begin=self.vocab_begin, group=self.region.group)
+
+    def _embed(self, input_ids: Tensor) -> Tensor:
+        hidden: Tensor = self.model.embed_tokens(input_ids)  # type: ignore[operator]
+        if not self._family.scales_embedding:
+            return hidden
+        # Rounded like the activations, as transformers does.
+        return hidden * torch.tensor(self.shape.hidden_size**0.5, dtype=hidden.dtype, device=hidden.device)
 
     def _logits(self, hidden: Tensor) -> Tensor:
         hidden = self.region.enter(self.model.norm(hidden))  # type: ignore[operator]

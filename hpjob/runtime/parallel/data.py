@@ -19,6 +19,7 @@ from typing import Protocol
 
 import torch
 from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor, Shard
 
@@ -26,6 +27,7 @@ from hpjob.plan.model import Plan
 from hpjob.recipe.model import Precision
 from hpjob.runtime.mesh import Mesh
 from hpjob.runtime.model.stage import DecoderStage
+from hpjob.runtime.moe.expert_parallel import ExpertParallelExperts
 
 COMPUTE_DTYPE: dict[Precision, torch.dtype] = {
     "fp32": torch.float32,
@@ -49,7 +51,8 @@ def shard_dim(local_shape: torch.Size, *, tp_dim: int | None, tp_even: bool, par
 
 
 def shard_stage(stage: DecoderStage, plan: Plan, mesh: Mesh) -> None:
-    """Apply FSDP2 to a stage on the meta device: one unit a decoder layer, one for the rest.
+    """Apply FSDP2 to a stage on the meta device: one unit a decoder layer, one for
+    its experts, one for the rest.
 
     Without data parallelism there is nothing to shard or reduce, and the stage stays as it is: FSDP2 would copy
     all weights and gradients once more on their way.
@@ -63,10 +66,14 @@ def shard_stage(stage: DecoderStage, plan: Plan, mesh: Mesh) -> None:
     def placement(parameter: nn.Parameter) -> Shard:
         return Shard(parameter_shard_dim(parameter, mesh.shard_size))
 
-    for module in (*stage.decoder_layers, stage):
+    units: list[tuple[nn.Module, DeviceMesh]] = [
+        (module, mesh.expert_fsdp_mesh) for module in stage.modules() if isinstance(module, ExpertParallelExperts)
+    ]
+    units += [(module, mesh.fsdp_mesh) for module in (*stage.decoder_layers, stage)]
+    for module, unit_mesh in units:
         fully_shard(
             module,
-            mesh=mesh.fsdp_mesh,
+            mesh=unit_mesh,
             reshard_after_forward=plan.zero_stage == 3,
             mp_policy=policy,
             shard_placement_fn=placement,

@@ -108,7 +108,9 @@ def relative_difference(found: dict[str, Tensor], expected: dict[str, Tensor]) -
     """
     if found.keys() != expected.keys():
         raise ValueError(f"parameters differ: {sorted(found.keys() ^ expected.keys())[:4]}")
-    difference = sum((found[name].double() - value.double()).square().sum().item() for name, value in expected.items())
+    difference = sum(
+        (found[name].view_as(value).double() - value.double()).square().sum().item() for name, value in expected.items()
+    )
     norm = sum(value.double().square().sum().item() for value in expected.values())
     return float((difference / norm) ** 0.5)
 

@@ -8,7 +8,9 @@ from __future__ import annotations
 
 import copy
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -74,15 +76,34 @@ class _Scale:
 
 def _model(recipe: Recipe) -> nn.Module:
     shape: ModelShape = recipe.model
-    settings = shape.model_dump(exclude={"model_type", "rope_theta"}) | {"head_dim": shape.attention_head_dim}
+    experts = {"num_experts", "num_experts_per_tok", "moe_intermediate_size"}
+    settings = shape.model_dump(exclude={"model_type", "rope_theta", *experts})
+    settings |= {"head_dim": shape.attention_head_dim, **_EXPERT_SETTINGS.get(shape.model_type, lambda _: {})(shape)}
+    # Token 0 is a token like any other here, also where the family takes it for padding.
+    settings["pad_token_id"] = None
     rope = {"rope_type": "default", "rope_theta": shape.rope_theta}
     config = AutoConfig.for_model(shape.model_type, rope_parameters=rope, use_cache=False, **settings)
     model: nn.Module = AutoModelForCausalLM.from_config(config, dtype=torch.float32, attn_implementation="sdpa")
     with torch.no_grad():
         for name, parameter in model.named_parameters():
-            std = shape.initializer_range
-            parameter.copy_(initial_weight(name, tuple(parameter.shape), seed=recipe.training.seed, std=std))
+            start = {"std": shape.initializer_range, "gain": 0.0 if shape.model_type == "gemma" else 1.0}
+            parameter.copy_(initial_weight(name, tuple(parameter.shape), seed=recipe.training.seed, **start))
     return model.train()
+
+
+_EXPERT_SETTINGS: dict[str, Callable[[ModelShape], dict[str, Any]]] = {
+    "mixtral": lambda shape: {
+        "num_local_experts": shape.num_experts,
+        "num_experts_per_tok": shape.num_experts_per_tok,
+        "intermediate_size": shape.moe_intermediate_size or shape.intermediate_size,
+    },
+    "qwen3_moe": lambda shape: {
+        "num_experts": shape.num_experts,
+        "num_experts_per_tok": shape.num_experts_per_tok,
+        "moe_intermediate_size": shape.moe_intermediate_size or shape.intermediate_size,
+        "norm_topk_prob": True,
+    },
+}
 
 
 def _optimizer(model: nn.Module, settings: OptimizerSettings) -> torch.optim.Optimizer:
