@@ -8,7 +8,7 @@ from typing import Any
 from benchmarks.layouts import expert_parallel, single_axis
 from hpjob.core.errors import HpjobError
 from hpjob.runtime.model.families import family_of
-from hpjob.runtime.parity.case import parse_case
+from hpjob.runtime.parity.case import Case, parse_case
 from hpjob.runtime.parity.compare import Outcome, assemble, compare_case
 from hpjob.runtime.parity.reference import Trajectory
 from hpjob.runtime.parity.worker import RankRecord, train_case
@@ -55,14 +55,18 @@ def _trajectory(records: list[RankRecord]) -> Trajectory:
 
 
 def _against(pool: ProcessPool, reference: Trajectory, text: str, gpus: int, steps: int, model_type: str) -> Outcome:
+    return compare_case(pool, _case(text, gpus, steps, model_type), reference, steps, None)
+
+
+def _case(text: str, gpus: int, steps: int, model_type: str) -> Case:
+    """Return a case with the batch of the reference."""
     probe = parse_case(f"{text} num_microbatches=1", world=gpus, steps=steps, model_type=model_type)
     microbatches = _BATCH // probe.plan.degrees.dp
-    case = parse_case(f"{text} num_microbatches={microbatches}", world=gpus, steps=steps, model_type=model_type)
-    return compare_case(pool, case, reference, steps, None)
+    return parse_case(f"{text} num_microbatches={microbatches}", world=gpus, steps=steps, model_type=model_type)
 
 
 def _refuse(text: str, gpus: int, steps: int, model_type: str) -> None:
     """Raise what the runtime has against a layout, before anything runs."""
     family_of(model_type)
-    case = parse_case(f"{text} num_microbatches=1", world=gpus, steps=steps, model_type=model_type)
+    case = _case(text, gpus, steps, model_type)
     refuse_unsupported(case.plan, case.recipe)

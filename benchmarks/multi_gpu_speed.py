@@ -14,7 +14,6 @@ from hpjob.core.errors import HpjobError
 from hpjob.plan.hardware import Hardware, hardware_of
 from hpjob.plan.legality import layout_of
 from hpjob.plan.memory import worst_total_gib
-from hpjob.plan.model import Plan
 from hpjob.plan.shape import shape_of
 from hpjob.plan.step_time import StepModel
 from hpjob.runtime.parity.case import Case
@@ -22,7 +21,7 @@ from hpjob.runtime.process_pool import ProcessPool, WorkerError
 from hpjob.runtime.support import unsupported
 from hpjob.topology.load import load_machine
 
-_MICROBATCH_TOKENS = 8192
+_MICROBATCH_TOKENS = 16384
 _PIPELINE_MICROBATCHES = 16
 _LONG = 32768
 """From this length on layers are recomputed, every second one: one GPU could not hold them otherwise."""
@@ -31,30 +30,36 @@ _LONG = 32768
 def speed(
     pool: ProcessPool, options: argparse.Namespace, layouts: Mapping[str, str], deadline: float
 ) -> Iterator[dict[str, Any]]:
-    """Yield one record a layout and sequence; ``one GPU`` comes first and again at the end of each sequence."""
+    """Yield one record a layout and sequence; ``one GPU`` comes first and again at the end of each sequence.
+
+    A pipeline is compared with one GPU that has its microbatch size: what is lost is then the schedule's.
+    """
     for seq in options.sequences:
-        bases: dict[int, float] = {}
+        bases: dict[tuple[int, int], float] = {}
         for name, text in {**layouts, "one GPU, again": ""}.items():
             if time.monotonic() > deadline:
                 yield {"layout": name, "seq": seq, "skipped": "out of time"}
                 continue
             case, tokens = _case(text, seq, options)
+            size = case.plan.pipeline.microbatch_size if case.plan.degrees.pp > 1 else 0
             reasons = unsupported(case.plan, case.recipe)
             if reasons:
                 yield {"layout": name, "seq": seq, "refused": reasons}
                 continue
-            if tokens not in bases:
-                base = _measured(pool, "one GPU", _case("", seq, options, tokens)[0], options)
-                bases[tokens] = base.get("tokens_per_s_per_gpu", float("nan"))
+            if (tokens, size) not in bases:
+                base = _measured(pool, "one GPU", _case("", seq, options, tokens, size)[0], options)
+                bases[tokens, size] = base.get("tokens_per_s_per_gpu", float("nan"))
                 yield base
             record = _measured(pool, name, case, options)
             if "tokens_per_s_per_gpu" in record:
-                record["of_one_gpu"] = record["tokens_per_s_per_gpu"] / bases[tokens]
-                record |= _bound(case.plan)
+                record["of_one_gpu"] = record["tokens_per_s_per_gpu"] / bases[tokens, size]
+                record |= _bound(case)
             yield record
 
 
-def _case(text: str, seq: int, options: argparse.Namespace, tokens_per_gpu: int | None = None) -> tuple[Case, int]:
+def _case(
+    text: str, seq: int, options: argparse.Namespace, tokens_per_gpu: int | None = None, microbatch_size: int = 0
+) -> tuple[Case, int]:
     """Return a layout at a sequence length, and its tokens per GPU and step."""
     shape = TINY if options.tiny else LLAMA_7B
     world = options.gpus if text else 1
@@ -72,7 +77,7 @@ def _case(text: str, seq: int, options: argparse.Namespace, tokens_per_gpu: int 
     size = max(_MICROBATCH_TOKENS, seq) * degrees.tp * degrees.sp // seq
     if degrees.pp > 1:
         size = max(1, sequences // _PIPELINE_MICROBATCHES)
-    size = max(1, min(size, sequences))
+    size = microbatch_size or max(1, min(size, sequences))
     settings |= {"microbatch_size": size, "num_microbatches": max(1, sequences // size)}
     return work_case(layout, shape, settings, world=world), tokens
 
@@ -117,12 +122,24 @@ def _prediction(case: Case, step_s: float) -> dict[str, Any]:
     }
 
 
-def _bound(plan: Plan) -> dict[str, float]:
-    """Return the share of one GPU's speed that a pipeline's fill and drain leave with equal stages."""
-    degrees, pipeline = plan.degrees, plan.pipeline
-    if degrees.pp == 1:
+def _bound(case: Case) -> dict[str, float]:
+    """Return the share of one GPU's speed that a pipeline's schedule leaves, its stages as unequal as they are.
+
+    The longest stage sets the pace; filling and draining cost the other stages once, divided over the chunks, and
+    nothing where weight gradients fill the gaps.
+    """
+    pipeline, pp = case.plan.pipeline, case.plan.degrees.pp
+    if pp == 1:
         return {}
-    idle = (degrees.pp - 1) / (1 if pipeline.style == "1f1b" else pipeline.num_model_chunks)
-    if pipeline.style == "zbv":
-        idle = 0.0
-    return {"schedule_bound": pipeline.num_microbatches / (pipeline.num_microbatches + idle)}
+    shape = case.recipe.model
+    head = 6.0 * shape.vocab_size * shape.hidden_size
+    layer = (flops_per_token(case) - head) / shape.num_hidden_layers
+    stages = [count * layer for count in pipeline.layers_per_stage]
+    stages[-1] += head
+    # Chunks go round the ranks; the two of zbv go down and come back up.
+    last = len(stages) - 1
+    owner = [min(s, last - s) if pipeline.style == "zbv" else s % pp for s in range(len(stages))]
+    ranks = [sum(stage for stage, of in zip(stages, owner, strict=True) if of == rank) for rank in range(pp)]
+    idle = 0.0 if pipeline.style == "zbv" else (sum(ranks) - max(ranks)) / pipeline.num_model_chunks
+    m = pipeline.num_microbatches
+    return {"schedule_bound": m * sum(ranks) / pp / (m * max(ranks) + idle)}

@@ -15,7 +15,7 @@ import sys
 import sysconfig
 import time
 from dataclasses import dataclass
-from itertools import pairwise
+from itertools import count, pairwise
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +23,9 @@ from hpjob.plan.model import Plan
 
 CORPUS = Path("corpus/python-library")
 CORPUS_MB = 8
-TIME_LIMIT_S = 900.0
+RUNS = Path("runs")
+TIME_LIMIT_S = 1200.0
+LEAST_FALL = 0.5  # nats; an untrained model stays within 0.1
 SPARKS = "▁▂▃▄▅▆▇█"
 
 
@@ -53,18 +55,17 @@ class Run:
         return Plan.model_validate_json((self.path / "plan.json").read_text())
 
 
-def hpjob(*arguments: str | Path) -> str:
-    """Run an hpjob command, shown as one would type it; returns its standard output.
+def hpjob(*arguments: str | Path) -> None:
+    """Run an hpjob command, shown as one would type it.
 
     Raises:
         DemoError: It failed; its messages are on the terminal already.
     """
     command = ["hpjob", *map(str, arguments)]
     print(f"\n$ {shlex.join(command)}", flush=True)
-    done = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=False)
-    if done.returncode != 0:
-        raise DemoError(f"`{shlex.join(command)}` exited with {done.returncode}")
-    return done.stdout
+    code = subprocess.run(command, check=False).returncode
+    if code != 0:
+        raise DemoError(f"`{shlex.join(command)}` exited with {code}")
 
 
 def prepare_corpus() -> None:
@@ -73,24 +74,23 @@ def prepare_corpus() -> None:
         print(f"{CORPUS} is there already")
         return
     sources = sysconfig.get_path("stdlib")
-    print(hpjob("data", "prepare", sources, "--suffix", ".py", "--limit-mb", str(CORPUS_MB), "--out", CORPUS), end="")
+    hpjob("data", "prepare", sources, "--suffix", ".py", "--limit-mb", str(CORPUS_MB), "--out", CORPUS)
 
 
 def submit() -> Run:
-    """Start the run on this machine."""
-    out = hpjob(
-        *("submit", "--nodes", "2", "--recipe", "tiny", "--set", f"data.path={CORPUS.resolve()}"),
-        *("--executor", "local", "--yes", "--json"),
+    """Start the run on this machine, in a folder of its own."""
+    run = next(run for run in (Run(RUNS / f"demo-{number:03d}") for number in count(1)) if not run.path.exists())
+    hpjob(
+        *("submit", "--nodes", "2", "--recipe", "tiny", "--set", f"data.path={CORPUS}"),
+        *("--name", run.path.name, "--executor", "local", "--yes"),
     )
-    document = json.loads(out)
-    print(f"submitted {document['run']}; everything is in {document['run_dir']}")
-    return Run(Path(document["run_dir"]))
+    return run
 
 
 def status(run: Run) -> dict[str, Any]:
     """Where the run stands, as ``hpjob status --json`` says it."""
     done = subprocess.run(
-        ["hpjob", "status", run.path, "--json"], stdout=subprocess.PIPE, text=True, check=True, timeout=60
+        ["hpjob", "status", run.path.name, "--json"], stdout=subprocess.PIPE, text=True, check=True, timeout=120
     )
     document: dict[str, Any] = json.loads(done.stdout)
     return document
@@ -103,19 +103,21 @@ def watch_and_preempt(run: Run, total_steps: int) -> None:
         DemoError: It took too long, or ended before it could be stopped.
     """
     until = time.monotonic() + TIME_LIMIT_S
-    command = ["hpjob", "status", str(run.path), "--watch"]
+    command = ["hpjob", "status", run.path.name, "--watch"]
     print(f"\n$ {shlex.join(command)}", flush=True)
+    preempted = False
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as watching:
-        preempted = False
-        while watching.poll() is None:
-            if time.monotonic() > until:
-                watching.send_signal(signal.SIGINT)
-                raise DemoError(f"not finished after {TIME_LIMIT_S:.0f} s")
-            if not preempted and len(run.metrics()) >= total_steps // 2:
-                preempt(run)
-                preempted = True
-            time.sleep(0.2)
-        print(watching.stdout.read() if watching.stdout else "")
+        try:
+            while watching.poll() is None:
+                if time.monotonic() > until:
+                    raise DemoError(f"not finished after {TIME_LIMIT_S:.0f} s")
+                if not preempted and len(run.metrics()) >= total_steps // 2:
+                    preempt(run)
+                    preempted = True
+                time.sleep(0.2)
+            print(watching.stdout.read() if watching.stdout else "")
+        finally:
+            watching.terminate()
     if not preempted:
         raise DemoError("the run ended before its first half was done")
 
@@ -140,7 +142,7 @@ def check(run: Run, total_steps: int) -> bool:
         ("saved and left when told to stop", [kind for kind, _ in outcomes] == ["preempted", "finished"]),
         ("went on at the very next step", bool(resumed) and resumed[0] == outcomes[0][1] + 1),
         (f"steps 1 to {total_steps}, none twice, none missing", steps == list(range(1, total_steps + 1))),
-        (f"loss fell from {begin:.3f} to {end:.3f}", end < 0.8 * begin),
+        (f"loss fell from {begin:.3f} to {end:.3f}", end < begin - LEAST_FALL),
         ("finished, by `hpjob status`", status(run)["state"] == "finished"),
     ]
     print()
@@ -160,7 +162,7 @@ def summarise(run: Run) -> None:
     print(f"\nplan      {run.plan().summary}")
     print(f"loss      {losses[0]:.3f} {sparkline(losses)} {losses[-1]:.3f}   ({len(losses)} steps)")
     print(f"speed     {tokens_per_s:,.0f} tokens/s on 8 ranks of this machine's CPUs")
-    print(f"run       {run.path}")
+    print(f"run       {run.path.absolute()}")
     for name, what in (
         ("plan.json", "degrees, placement of every rank, memory, time, reasons"),
         ("job.sbatch", "the same run on a cluster: sbatch job.sbatch"),
@@ -173,8 +175,8 @@ def summarise(run: Run) -> None:
 
 def sparkline(values: list[float], width: int = 60) -> str:
     """Draw values as one line of bars; each bar is the mean of its share."""
-    count = min(width, len(values))
-    bounds = [index * len(values) // count for index in range(count + 1)]
+    bars = min(width, len(values))
+    bounds = [index * len(values) // bars for index in range(bars + 1)]
     means = [sum(values[a:b]) / (b - a) for a, b in pairwise(bounds)]
     low, high = min(means), max(means)
     scale = (len(SPARKS) - 1) / (high - low) if high > low else 0.0
@@ -201,13 +203,13 @@ def main() -> int:
     except DemoError as error:
         print(f"\nerror: {error}", file=sys.stderr)
         if run is not None:
-            show("cancel", run.path)
-            show("status", run.path)
-            show("logs", run.path)
+            show("cancel", run.path.name, "--yes")
+            show("status", run.path.name)
+            show("logs", run.path.name)
         return 1
     except KeyboardInterrupt:
         if run is not None:
-            show("cancel", run.path)
+            show("cancel", run.path.name, "--yes")
         return 130
 
 

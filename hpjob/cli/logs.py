@@ -24,6 +24,7 @@ def logs(
     attempt: int | None = typer.Option(None, "--attempt", min=0, help="Attempt to show. [default: the newest]"),
     lines: int = typer.Option(40, "--lines", "-n", min=0, help="Lines of each log."),
     follow: bool = typer.Option(False, "--follow", "-f", help="Go on with new lines until the run ends."),
+    as_json: bool = typer.Option(False, "--json", help="Print one JSON document."),
 ) -> None:
     """Show the end of the log that says most; the first failing rank is named first, its traceback comes last."""
     from hpjob.cli.find_run import find_run
@@ -33,6 +34,9 @@ def logs(
     found = find_run(run, run_dir)
     record = read_run(found.path)
     chosen = _attempt(record, attempt)
+    if as_json:
+        _print_document(found, chosen, rank, lines)
+        return
     if chosen is None:
         _show_job_log(found, lines)
         return
@@ -60,6 +64,25 @@ def _attempt(record: RunRecord, index: int | None) -> Attempt | None:
             return attempt
     numbers = ", ".join(str(attempt.files.index) for attempt in record.attempts)
     raise UserInputError(f"there is no attempt {index}", hint=f"the attempts are {numbers or 'not begun yet'}")
+
+
+def _print_document(run: RunDir, attempt: Attempt | None, rank: int | None, lines: int) -> None:
+    import json
+    from dataclasses import asdict
+
+    from hpjob.report.logs import rank_to_show, tail
+
+    document: dict[str, object] = {"version": 1, "run": run.name, "attempt": None, "rank": None, "lines": []}
+    if attempt is not None:
+        shown = rank if rank is not None else rank_to_show(attempt)
+        failure = attempt.first_failure
+        document |= {"attempt": attempt.files.index, "rank": shown, "failures": [asdict(f) for f in attempt.failures]}
+        document["first_failure"] = asdict(failure) if failure is not None else None
+        if shown is not None:
+            path = attempt.files.rank_log(shown)
+            _check_rank(path, attempt)
+            document |= {"path": str(path), "lines": tail(path, lines)}
+    typer.echo(json.dumps(document, indent=2))
 
 
 def _check_rank(path: Path, attempt: Attempt) -> None:

@@ -62,7 +62,9 @@ def _watch_on_terminal(run: RunDir) -> None:
     from rich.console import Console
     from rich.progress import BarColumn, Progress, TextColumn
 
-    columns = (TextColumn("{task.description}"), BarColumn(), TextColumn("{task.completed:.0f}/{task.total:.0f}"))
+    # A fixed width: beside long text an elastic bar shrinks to nothing on a terminal of 80 columns.
+    bar = BarColumn(bar_width=14)
+    columns = (TextColumn("{task.description}"), bar, TextColumn("{task.completed:.0f}/{task.total:.0f}"))
     with Progress(*columns, TextColumn("{task.fields[numbers]}"), console=Console(stderr=True)) as progress:
         task = progress.add_task(run.name, total=1, numbers="")
         for status in _updates(run):
@@ -72,8 +74,18 @@ def _watch_on_terminal(run: RunDir) -> None:
                 description=f"{run.name}: {status.state}",
                 total=total or 1,
                 completed=last.step if last else 0,
-                numbers=_numbers(status) if status.state == "running" and last else status.why,
+                numbers=_short_numbers(status) if status.state == "running" and last else status.why,
             )
+
+
+def _short_numbers(status: RunStatus) -> str:
+    """Return what stands behind the bar, which tells the step itself."""
+    from hpjob.cli.status import duration
+
+    record = status.record
+    loss = f"loss {record.last_step.loss:.3f}" if record.last_step else ""
+    left = f"  {duration(record.seconds_left)} left" if record.seconds_left else ""
+    return f"{loss}  {record.tokens_per_s or 0:,.0f} tokens/s{left}"
 
 
 def _numbers(status: RunStatus) -> str:

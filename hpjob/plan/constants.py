@@ -21,8 +21,8 @@ class GpuConstants:
     name: str
     num_sms: int
     gemm: float
-    attention_forward: float
-    attention_backward: float
+    flash1: tuple[float, float]
+    flash2: tuple[float, float]
     memory: float
 
 
@@ -33,10 +33,13 @@ class Framework:
     name: str
     layer_cpu_ms: float
     fused: FusionLevel
-    attention: Literal["flash", "unfused"]
+    attention: Literal["flash1", "flash2", "unfused"]
     dropout: bool
     gradient_bytes: float
+    bf16_sum_bytes: float
     shard_bytes: float
+    wgrad_bytes: float
+    sharded_wgrad_bytes: float
     dp_overlap: float
     tp_overlap: float
     pp_overlap: float
@@ -45,6 +48,9 @@ class Framework:
     logits_bytes: float
     fragmentation: float
     buffers_gib: float
+    selective: Literal["attention", "half"]
+    slack: float
+    sharded_slack: float
     default_zero: Literal[0, 1, 2, 3]
     interleaves: bool
 
@@ -75,7 +81,7 @@ class Calibration:
     """The same between nodes."""
     hop: float = 1.0
     """Time of a transfer between pipeline stages."""
-    jitter: float = 0.01
+    jitter: float = 0.004
     """Part of a step lost for every doubling of the nodes that must wait for each other."""
     step_ms: float = 5.0
     """Host work of a step outside the layers."""
@@ -92,6 +98,11 @@ CALIBRATION_NAMES = tuple(field.name for field in fields(Calibration))
 def calibration() -> Calibration:
     """Return the packaged corrections."""
     return Calibration().updated(_data("calibration")["fitted"])
+
+
+def held_out_error() -> float:
+    """Return the mean relative error of step times on families of runs that no fit has seen."""
+    return float(_data("calibration")["held_out_mape"])
 
 
 @lru_cache(maxsize=64)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from math import log2
+from math import hypot, log2
 
 from hpjob.plan.constants import Calibration, GpuConstants, calibration, gpu_constants
 from hpjob.topology.model import MachineType
@@ -82,14 +82,15 @@ class Hardware:
         """Seconds of ``batch`` products (m, k) x (k, n) in 16-bit numbers.
 
         Tiles of 128 x 128 fill the multiprocessors in waves, the last of them partly; reading and writing
-        the operands adds to it; dimensions that are no multiple of 64 elements miss the fast kernels.
+        the operands hides behind long products and not behind short ones; dimensions that are no multiple
+        of 64 elements miss the fast kernels.
         """
         waves = max(1.0, m / 128) * max(1.0, n / 128) * batch / self.gpu.num_sms
         speed = (peak or self.peak_half) * self.gemm_efficiency
-        slow = 1.0 + self.fit.misaligned * max(_halvings(n), _halvings(k))
+        slow = 1.0 + self.fit.misaligned * _steps_off(n, k)
         compute = 2.0 * m * n * k * batch / speed * slow * (waves + self.fit.tail_waves) / waves
         moved = 2.0 * batch * (m * k + k * n + m * n) / (self.memory_bandwidth * self.gpu.memory)
-        return compute + 0.7 * moved + _LAUNCH_S
+        return hypot(compute, moved) + _LAUNCH_S
 
     def traffic(self, num_bytes: float) -> float:
         """Seconds of element-wise kernels that read and write ``num_bytes``."""
@@ -99,16 +100,19 @@ class Hardware:
 _LAUNCH_S = 3e-6
 
 
-def _halvings(size: float) -> int:
-    """How often the alignment of a dimension is halved below 64 elements."""
-    number = int(size)
-    alignment = number & -number
-    return max(0, 6 - alignment.bit_length() + 1) if number else 0
+def _steps_off(n: float, k: float) -> float:
+    """How far the worse dimension is from the alignment that the fast kernels want.
+
+    A step for every halving below 64 elements; below 8 elements (16 bytes) each counts five times.
+    """
+    worst = 0.0
+    for size in (int(n), int(k)):
+        halvings = max(0, 7 - (size & -size).bit_length()) if size else 0
+        worst = max(worst, halvings if halvings <= 3 else 3 + 5.0 * (halvings - 3))
+    return worst
 
 
-def hardware_of(
-    machine: MachineType, gpus_per_node: int | None = None, fit: Calibration | None = None
-) -> Hardware:
+def hardware_of(machine: MachineType, gpus_per_node: int | None = None, fit: Calibration | None = None) -> Hardware:
     """Return the speeds of a machine when ``gpus_per_node`` of its GPUs are used."""
     used = gpus_per_node or machine.gpus_per_node
     island = machine.island_size if machine.island_size > machine.gpus_per_node else min(machine.island_size, used)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from math import ceil, log2
 
 from hpjob.plan.constants import Framework
 from hpjob.plan.hardware import Hardware
@@ -11,7 +12,7 @@ from hpjob.plan.shape import Shape
 
 _IMBALANCE = 1.08
 """Load of the fullest expert rank over the mean."""
-_SOFT = 6.0
+_SOFT = 4.0
 """How sharply host and device time replace each other as the longer one."""
 _UNFUSED_FORWARD_BYTES = 13.0
 """Of a score: product 2, softmax 4, dropout 5, product 2."""
@@ -59,7 +60,16 @@ class LayerModel:
 
     def layer(self, layout: Layout, *, experts: bool = False) -> LayerTime:
         """Return the times of a layer with a dense MLP, or of one with experts."""
-        key = (
+        key = (*self.key(layout), experts)
+        found = self._layers.get(key)
+        if found is None:
+            found = self._layers[key] = self._layer(layout, experts)
+        return found
+
+    @staticmethod
+    def key(layout: Layout) -> tuple[object, ...]:
+        """What of a layout decides the time of a layer."""
+        return (
             layout.tokens,
             layout.seq,
             layout.tp,
@@ -67,17 +77,13 @@ class LayerModel:
             layout.ep,
             layout.sequence_mode,
             layout.tp_sharded,
+            layout.zero > 0,
             layout.recompute,
             layout.every_kth,
             layout.precision,
             layout.flash,
             layout.fp8,
-            experts,
         )
-        found = self._layers.get(key)
-        if found is None:
-            found = self._layers[key] = self._layer(layout, experts)
-        return found
 
     def _layer(self, layout: Layout, experts: bool) -> LayerTime:
         attention = self._attention(layout)
@@ -89,7 +95,7 @@ class LayerModel:
         if layout.recompute == "full":
             recompute = (forward + comm_f) / layout.every_kth
         elif layout.recompute == "selective":
-            recompute = attention[0]
+            recompute = attention[0] if self.habits.selective == "attention" else (forward + comm_f) / 2
         return LayerTime(
             forward=forward,
             backward_input=linear_i + attention[1] + 1.9 * passes,
@@ -97,8 +103,13 @@ class LayerModel:
             comm_forward=comm_f,
             comm_backward=comm_b,
             recompute=recompute,
-            host_forward=self.habits.layer_cpu_ms * 1e-3 * self.hardware.fit.host * (1.5 if experts else 1.0),
+            host_forward=self._host(layout.tp, experts),
         )
+
+    def _host(self, tp: int, experts: bool) -> float:
+        """Seconds to issue a forward pass; ranks of a tp group also wait for the slowest of them."""
+        whole = self.habits.layer_cpu_ms * 1e-3 * self.hardware.fit.host
+        return whole * (1.0 + 0.08 * log2(tp)) * (1.5 if experts else 1.0)
 
     def _product(self, layout: Layout, m: float, n: float, k: float, batch: float = 1) -> float:
         hw = self.hardware
@@ -117,7 +128,8 @@ class LayerModel:
         up = 2 if s.gated else 1
         if experts:
             local = s.num_experts / layout.ep
-            rows = tokens * s.experts_per_token / local * _IMBALANCE / tp
+            # Groups are padded to the tiles of the grouped product.
+            rows = 64.0 * ceil(tokens * s.experts_per_token / local * _IMBALANCE / tp / 64)
             sizes += [(rows, up * s.ffn, s.hidden, local), (rows, s.hidden, s.ffn, local)]
             if s.shared_experts:
                 width = s.shared_experts * s.ffn // tp
@@ -128,6 +140,9 @@ class LayerModel:
         forward = sum(self._product(layout, m, n, k, b) for m, n, k, b in sizes)
         inputs = sum(self._product(layout, m, k, n, b) for m, n, k, b in sizes)
         weights = sum(self._product(layout, n, k, m, b) for m, n, k, b in sizes)
+        params = sum(n * k * b for _, n, k, b in sizes)
+        moved = self.habits.sharded_wgrad_bytes if layout.zero else self.habits.wgrad_bytes
+        weights += self.hardware.traffic(params * moved * layout.element_bytes / 2)
         return forward, inputs, weights
 
     def _attention(self, layout: Layout) -> tuple[float, float]:
@@ -141,10 +156,8 @@ class LayerModel:
             shape_factor = hw.fit.attention * min(1.0, (dim / 128) ** 0.25) * seq / (seq + 300.0)
             speed = (hw.peak_half if layout.precision != "fp32" else hw.peak_single) * shape_factor
             causal = flops / 2
-            return (
-                causal / (speed * hw.gpu.attention_forward) + 6e-6,
-                2.5 * causal / (speed * hw.gpu.attention_backward) + 1.2e-5,
-            )
+            forward, backward = hw.gpu.flash1 if self.habits.attention == "flash1" else hw.gpu.flash2
+            return causal / (speed * forward) + 6e-6, 2.5 * causal / (speed * backward) + 1.2e-5
         heads = s.heads / shards
         batch = layout.tokens / seq * heads
         dim = s.head_dim
@@ -159,7 +172,7 @@ class LayerModel:
         """Bytes that the element-wise kernels of a forward pass move for one token."""
         s, e, level = self.shape, layout.element_bytes, self.habits.fused
         norm_tp = layout.tp if layout.sharded_norms else 1
-        hidden = {"eager": 10.0 if not s.rms_norm else 16.0, "fused": 10.0, "compiled": 7.0}[level]
+        hidden = {"eager": 14.0 if not s.rms_norm else 20.0, "fused": 10.0, "compiled": 7.0}[level]
         inner = 2.0 * s.q_width
         if s.rotary:
             inner += (s.q_width + s.kv_width) * (8.0 if level == "eager" else 3.0)

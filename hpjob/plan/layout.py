@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from functools import cached_property, lru_cache
-from typing import Literal
+from functools import lru_cache
+from typing import Literal, NamedTuple
 
 from hpjob.recipe.model import PipelineStyle, Precision, RecomputePolicy, SequenceParallelismMode
 
 
-@dataclass(frozen=True)
-class Layout:
+class Layout(NamedTuple):
     """Degrees, schedule and policies of a run; see :class:`hpjob.plan.model.Plan` for the persisted form."""
 
     tp: int
@@ -45,7 +43,7 @@ class Layout:
     def global_batch(self) -> int:
         return self.dp * self.num_microbatches * self.microbatch
 
-    @cached_property
+    @property
     def tokens(self) -> int:
         """Tokens of one microbatch on one rank, before tensor parallelism."""
         return self.microbatch * self.seq // self.sp

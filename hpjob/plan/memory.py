@@ -68,18 +68,35 @@ def rank_memory(
     )
 
 
-def worst_bytes(shape: Shape, layout: Layout, habits: Framework, *, is_cpu: bool = False) -> RankBytes:
-    """Return the bytes of the fullest rank: the first, second or last pipeline rank."""
-    candidates = {0, min(1, layout.pp - 1), layout.pp - 1}
-    return max(
-        (rank_bytes(shape, layout, rank, habits, is_cpu=is_cpu) for rank in sorted(candidates)),
-        key=lambda found: found.total,
-    )
+def worst_bytes(
+    shape: Shape, layout: Layout, habits: Framework, *, is_cpu: bool = False, enough: float = float("inf")
+) -> RankBytes:
+    """Return the bytes of the fullest rank.
+
+    That is the first (embedding, most microbatches in flight), the last (logits), or the second where the
+    first has fewer layers.
+
+    Args:
+        shape: Sizes of the model.
+        layout: Where it goes.
+        habits: Those of the framework.
+        is_cpu: Ranks run on CPU cores.
+        enough: Bytes above which the first rank is answer enough.
+    """
+    worst = rank_bytes(shape, layout, 0, habits, is_cpu=is_cpu)
+    if layout.pp == 1 or worst.total > enough:
+        return worst
+    stages = split_layers(shape.num_layers, layout.pp * layout.chunks)
+    others = {layout.pp - 1} | ({1} if min(stages) < max(stages) else set())
+    for rank in sorted(others):
+        found = rank_bytes(shape, layout, rank, habits, is_cpu=is_cpu)
+        worst = found if found.total > worst.total else worst
+    return worst
 
 
-def worst_total_gib(shape: Shape, layout: Layout, *, is_cpu: bool = False) -> float:
+def worst_total_gib(shape: Shape, layout: Layout, *, is_cpu: bool = False, enough_gib: float = float("inf")) -> float:
     """Return the total of the fullest rank under the habits of our runtime."""
-    return worst_bytes(shape, layout, framework("hpjob"), is_cpu=is_cpu).total / GIB
+    return worst_bytes(shape, layout, framework("hpjob"), is_cpu=is_cpu, enough=enough_gib * GIB).total / GIB
 
 
 def rank_bytes(shape: Shape, layout: Layout, pp_rank: int, habits: Framework, *, is_cpu: bool = False) -> RankBytes:
@@ -100,12 +117,14 @@ def rank_bytes(shape: Shape, layout: Layout, pp_rank: int, habits: Framework, *,
         weights, gradients, optimizer = weights + more[0], gradients + more[1], optimizer + more[2]
     if layout.zero == 3 and shards > 1:
         # Two layers are whole at a time: the one that computes and the one that is fetched.
-        weights += 2 * shape.dense_layer_params / layout.tp * layout.element_bytes
+        largest = shape.always_params + shape.routed_params / layout.ep if routed else shape.dense_layer_params
+        weights += 2 * largest / layout.tp * layout.element_bytes
     activations = _activation_bytes(shape, layout, pp_rank, (dense_layers, expert_layers), habits)
     logits_bytes = habits.logits_bytes if layout.precision != "fp32" else 12
     logits = layout.tokens * shape.vocab / layout.tp * logits_bytes if has_head else 0.0
     axes = sum(size > 1 for size in (layout.tp, layout.pp, layout.dp, layout.sp, layout.ep))
-    fixed = _CPU_PROCESS_GIB if is_cpu else _CONTEXT_GIB + habits.buffers_gib + axes * _COMMUNICATOR_GIB
+    buckets = habits.buffers_gib if layout.zero else 0.0
+    fixed = _CPU_PROCESS_GIB if is_cpu else _CONTEXT_GIB + buckets + axes * _COMMUNICATOR_GIB
     reserve = fixed * GIB + (habits.fragmentation - 1.0) * (activations + logits)
     return RankBytes(weights, gradients, optimizer, activations, logits, reserve)
 
@@ -130,13 +149,12 @@ def _state_bytes(params: float, shards: int, layout: Layout, habits: Framework) 
     if not half and layout.zero in (0, 3):
         # In fp32 the optimizer works on the weights themselves unless ZeRO 1 or 2 keeps a shard beside them.
         weights = 0.0
-    gradients = params * (habits.gradient_bytes if half else 4) / (shards if layout.zero >= 2 else 1)
+    each = habits.gradient_bytes + (habits.bf16_sum_bytes if layout.precision == "bf16" else 0) if half else 4
+    gradients = params * each / (shards if layout.zero >= 2 else 1)
     return weights, gradients, params * (12 + (habits.shard_bytes if half else 0)) / owners
 
 
-def _activation_bytes(
-    shape: Shape, layout: Layout, pp_rank: int, layers: tuple[int, int], habits: Framework
-) -> float:
+def _activation_bytes(shape: Shape, layout: Layout, pp_rank: int, layers: tuple[int, int], habits: Framework) -> float:
     total = working = 0.0
     for count, experts in zip(layers, (False, True), strict=True):
         if not count:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from hpjob.core.errors import UserInputError
 from hpjob.plan.model import ParallelDegrees, RankPlace
+from hpjob.topology.groups import all_to_all_groups
 from hpjob.topology.model import Node, Topology
 
 
@@ -33,15 +34,16 @@ def place(degrees: ParallelDegrees, topology: Topology, gpus_per_node: int) -> t
     nodes = _ordered_nodes(degrees, topology, gpus_per_node)
     places: list[RankPlace] = []
     for index, node in enumerate(nodes):
-        gpus = _ordered_gpus(node, gpus_per_node)
+        gpus = _ordered_gpus(node, gpus_per_node, degrees.tp)
         places.extend(RankPlace(rank=index * gpus_per_node + i, node=index, gpu=gpu) for i, gpu in enumerate(gpus))
     return topology.model_copy(update={"nodes": tuple(nodes)}), tuple(places)
 
 
-def _ordered_gpus(node: Node, count: int) -> list[int]:
-    """GPUs of one island next to each other, larger islands first; then the rest."""
+def _ordered_gpus(node: Node, count: int, tp: int) -> list[int]:
+    """GPUs of one tp group next to each other and all linked where that is possible; then by island."""
     known = [gpu.index for gpu in node.gpus] or list(range(count))
-    order: list[int] = []
+    groups = all_to_all_groups(node, tp) if 1 < tp <= count == len(known) else None
+    order: list[int] = [gpu for group in groups or () for gpu in group]
     for island in sorted(node.islands or (), key=lambda island: (-len(island.gpus), island.gpus)):
         order += [gpu for gpu in island.gpus if gpu in known and gpu not in order]
     order += [gpu for gpu in known if gpu not in order]

@@ -3,23 +3,26 @@
 from __future__ import annotations
 
 from hpjob.core.errors import UserInputError
+from hpjob.plan.constants import held_out_error
 from hpjob.plan.hardware import Hardware, hardware_of
 from hpjob.plan.layout import split_layers
 from hpjob.plan.legality import RUNTIME, unsupported_layout
 from hpjob.plan.memory import memory_limit_gib, rank_memory
 from hpjob.plan.model import ParallelDegrees, Pipeline, Plan, TimeEstimate
 from hpjob.plan.placement import place
+from hpjob.plan.problem import Problem
 from hpjob.plan.reasons import explain_choice
 from hpjob.plan.refusal import no_legal_layout, nothing_fits
-from hpjob.plan.search import Candidate, Problem, evaluate, legal_layouts
+from hpjob.plan.search import Candidate, survey
 from hpjob.plan.shape import shape_of
 from hpjob.recipe.model import Recipe
+from hpjob.topology.groups import largest_group_size
 from hpjob.topology.load import load_machine
 from hpjob.topology.model import MachineType, Topology
 
 _FALLBACK_MACHINE = "dgx-a100-40g"
-_INTERVAL = 0.2
-"""Half width of the interval around a predicted step time."""
+_WIDTHS = 2.0
+"""Mean errors on unseen families that the interval around a predicted step time spans to each side."""
 
 
 def make_plan(recipe: Recipe, topology: Topology, *, gpus_per_node: int | None = None) -> Plan:
@@ -36,6 +39,8 @@ def make_plan(recipe: Recipe, topology: Topology, *, gpus_per_node: int | None =
     """
     machine, warnings = _machine(topology)
     per_node = _ranks_per_node(recipe, topology, machine, gpus_per_node)
+    machine, found_links = _with_seen_links(machine, topology)
+    warnings += found_links
     hardware = hardware_of(machine, per_node)
     problem = Problem(
         shape=shape_of(recipe.model),
@@ -45,13 +50,14 @@ def make_plan(recipe: Recipe, topology: Topology, *, gpus_per_node: int | None =
         world_size=len(topology.nodes) * per_node,
         hardware=hardware,
     )
-    candidates = [evaluate(problem, layout) for layout in legal_layouts(problem)]
-    if not candidates:
-        raise no_legal_layout(problem, recipe.name)
     limit = memory_limit_gib(hardware)
+    found = survey(problem, limit)
+    if not found.any_legal:
+        raise no_legal_layout(problem, recipe.name)
+    candidates = found.candidates
     fitting = [candidate for candidate in candidates if candidate.memory_gib <= limit]
-    if not fitting:
-        raise nothing_fits(problem, candidates, limit, recipe.name, len(topology.nodes))
+    if not fitting and found.least is not None:
+        raise nothing_fits(problem, found.least, limit, recipe.name, len(topology.nodes))
     # What the recipe fixes may be more than the runtime can do; nothing else may add to that.
     fewest = min(candidate.num_unsupported for candidate in fitting)
     runnable = [candidate for candidate in fitting if candidate.num_unsupported == fewest]
@@ -75,6 +81,20 @@ def _machine(topology: Topology) -> tuple[MachineType, tuple[str, ...]]:
         machine = machine.model_copy(update={"gpus_per_node": count, "island_size": island})
     note = f"the kind of GPU is not known: estimates are those of {_FALLBACK_MACHINE} (--machine names another)"
     return machine, (note,)
+
+
+def _with_seen_links(machine: MachineType, topology: Topology) -> tuple[MachineType, tuple[str, ...]]:
+    """Shrink the island of a machine to what was seen linked in every node."""
+    if machine.island_kind not in ("nvlink", "xgmi"):
+        return machine, ()
+    sizes = {node.name: largest_group_size(node) for node in topology.nodes if node.gpus and node.islands is not None}
+    expected = min(machine.island_size, machine.gpus_per_node)
+    worst = min(sizes, key=lambda name: sizes[name], default=None)
+    if worst is None or sizes[worst] >= expected:
+        return machine, ()
+    size = sizes[worst]
+    note = f"{worst}: its GPUs are all linked in groups of {size}, not {expected}; tp is kept inside such groups"
+    return machine.model_copy(update={"island_size": size}), (note,)
 
 
 def _ranks_per_node(recipe: Recipe, topology: Topology, machine: MachineType, asked: int | None) -> int:
@@ -138,6 +158,7 @@ def _plan(
 
 def _time_estimate(best: Candidate, problem: Problem) -> TimeEstimate:
     t = best.time
+    width = _WIDTHS * held_out_error()
     return TimeEstimate(
         step_s=round(t.step, 4),
         compute_s=round(t.compute, 4),
@@ -147,11 +168,12 @@ def _time_estimate(best: Candidate, problem: Problem) -> TimeEstimate:
         dp_comm_s=round(t.dp_comm, 4),
         optimizer_s=round(t.optimizer, 4),
         tokens_per_s=round(problem.global_batch * problem.seq / t.step, 1),
-        low_s=round(t.step * (1 - _INTERVAL), 4),
-        high_s=round(t.step * (1 + _INTERVAL), 4),
+        low_s=round(t.step * (1 - width), 4),
+        high_s=round(t.step * (1 + width), 4),
     )
 
 
 def hardware_for(topology: Topology, gpus_per_node: int | None = None) -> Hardware:
     """Return the speeds that plans for a topology are priced with."""
-    return hardware_of(_machine(topology)[0], gpus_per_node)
+    machine, _ = _with_seen_links(_machine(topology)[0], topology)
+    return hardware_of(machine, gpus_per_node)

@@ -7,7 +7,8 @@ from collections.abc import Callable
 from hpjob.plan.layout import Layout
 from hpjob.plan.legality import unsupported_layout
 from hpjob.plan.model import RunnerUp
-from hpjob.plan.search import Candidate, Problem
+from hpjob.plan.problem import Problem
+from hpjob.plan.search import Candidate
 from hpjob.recipe.model import ParallelSettings
 
 _MAX_RUNNERS_UP = 6

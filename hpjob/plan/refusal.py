@@ -6,10 +6,12 @@ from dataclasses import replace
 from math import log2
 
 from hpjob.core.errors import HpjobError, NothingFitsError, UserInputError
+from hpjob.plan.enumeration import legal_layouts
 from hpjob.plan.layout import Layout
 from hpjob.plan.legality import problems
 from hpjob.plan.memory import rank_memory, worst_total_gib
-from hpjob.plan.search import Candidate, Problem, legal_layouts
+from hpjob.plan.problem import Problem
+from hpjob.plan.search import Candidate
 from hpjob.recipe.model import ParallelSettings
 
 _DEGREES = ("tp_size", "pp_size", "sp_size")
@@ -108,11 +110,8 @@ def _nearest_layouts(problem: Problem) -> list[str]:
     return [f"tp {tp} · pp {pp} · dp {dp} with microbatches of {b}" for tp, pp, dp, b in best]
 
 
-def nothing_fits(
-    problem: Problem, candidates: list[Candidate], limit_gib: float, recipe: str, num_nodes: int
-) -> NothingFitsError:
+def nothing_fits(problem: Problem, least: Candidate, limit_gib: float, recipe: str, num_nodes: int) -> NothingFitsError:
     """Return the error for a model that no legal layout brings into memory, with the smallest shortfall."""
-    least = min(candidates, key=lambda candidate: (candidate.memory_gib, candidate.order))
     layout = least.layout
     ranks = [rank_memory(problem.shape, layout, r, is_cpu=problem.hardware.is_cpu) for r in range(layout.pp)]
     worst = max(ranks, key=lambda rank: rank.total_gib)

@@ -75,46 +75,50 @@ def makespan(
 
 def _simulate(orders: list[list[Op]], pp: int, times: StageTimes, hop: float, blocking: float) -> float:
     """Run fixed orders; returns the time at which the last rank ends."""
-    last = len(times.forward) - 1
-    backward = [i + w for i, w in zip(times.backward_input, times.backward_weight, strict=True)]
-    done: dict[tuple[str, int, int], float] = {}
-    clocks = [0.0] * pp
-    positions = [0] * pp
-    lengths = [len(order) for order in orders]
+    simulation = _Simulation(orders, pp, times, hop * blocking, hop * (1.0 - blocking))
     waiting = list(range(pp))
-    stall = hop * blocking
-    wait = hop - stall
     while waiting:
-        progressed = False
-        remaining = []
-        for rank in waiting:
-            order = orders[rank]
-            position = positions[rank]
-            clock = clocks[rank]
-            while position < lengths[rank]:
-                kind, chunk, microbatch = order[position]
-                stage = chunk * pp + rank
-                if kind == "F":
-                    ready = 0.0 if stage == 0 else done.get(("F", stage - 1, microbatch), -1.0)
-                    cost = times.forward[stage] + (stall if stage else 0.0)
-                elif stage == last:
-                    ready, cost = done.get(("F", stage, microbatch), -1.0), backward[stage]
-                else:
-                    ready = done.get(("B", stage + 1, microbatch), -1.0)
-                    cost = backward[stage] + stall
-                if ready < 0.0:
-                    break
-                if ready + wait > clock and not (kind == "F" and stage == 0) and not (kind == "B" and stage == last):
-                    clock = ready + wait
-                clock += cost
-                done[(kind, stage, microbatch)] = clock
-                position += 1
-                progressed = True
-            clocks[rank] = clock
-            positions[rank] = position
-            if position < lengths[rank]:
-                remaining.append(rank)
-        if not progressed:
+        before = sum(simulation.positions)
+        waiting = [rank for rank in waiting if not simulation.advance(rank)]
+        if waiting and sum(simulation.positions) == before:
             raise ValueError("the schedule waits for itself")
-        waiting = remaining
-    return max(clocks)
+    return max(simulation.clocks)
+
+
+class _Simulation:
+    """Clocks of all ranks, and when the input of every operation is there (-1 = not yet)."""
+
+    def __init__(self, orders: list[list[Op]], pp: int, times: StageTimes, stall: float, wait: float) -> None:
+        count = sum(1 for kind, chunk, _ in orders[0] if kind == "F" and chunk == 0)
+        stages = len(times.forward)
+        self.orders, self.pp, self.last, self.wait = orders, pp, stages - 1, wait
+        self.forward = [time + (stall if stage else 0.0) for stage, time in enumerate(times.forward)]
+        self.backward = [
+            i + w + (stall if stage < stages - 1 else 0.0)
+            for stage, (i, w) in enumerate(zip(times.backward_input, times.backward_weight, strict=True))
+        ]
+        self.inputs = [[-1.0] * count for _ in range(stages + 1)]
+        self.inputs[0] = [0.0] * count
+        self.gradients = [[-1.0] * count for _ in range(stages + 1)]
+        self.clocks, self.positions = [0.0] * pp, [0] * pp
+
+    def advance(self, rank: int) -> bool:
+        """Run a rank until it must wait; True when it has nothing left."""
+        order, clock, position = self.orders[rank], self.clocks[rank], self.positions[rank]
+        while position < len(order):
+            kind, chunk, microbatch = order[position]
+            stage = chunk * self.pp + rank
+            is_forward = kind == "F"
+            ready = (self.inputs if is_forward else self.gradients)[stage][microbatch]
+            if ready < 0.0:
+                break
+            clock = max(clock, ready) + (self.forward if is_forward else self.backward)[stage]
+            if not is_forward:
+                self.gradients[stage - 1][microbatch] = clock + self.wait
+            elif stage == self.last:
+                self.gradients[stage][microbatch] = clock
+            else:
+                self.inputs[stage + 1][microbatch] = clock + self.wait
+            position += 1
+        self.clocks[rank], self.positions[rank] = clock, position
+        return position == len(order)

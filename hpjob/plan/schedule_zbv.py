@@ -9,87 +9,110 @@ from __future__ import annotations
 
 from hpjob.plan.stage_times import StageTimes
 
+_Action = tuple[float, int, int, str]
+"""Start, priority, negated stage, kind: the smallest is done next."""
+
+
+Op = tuple[str, int, int]
+"""Kind (``F`` forward, ``B`` input gradient, ``W`` weight gradient), stage, microbatch."""
+
 
 class _Rank:
     """What one rank has done and may do."""
 
     def __init__(self, rank: int, pp: int) -> None:
         self.stages = (rank, 2 * pp - 1 - rank)
-        self.limit = 2 * pp
         self.clock = 0.0
         self.held = 0
         self.weights: list[tuple[int, int]] = []
-        self.order: list[Action] = []
+        self.order: list[Op] = []
 
 
-Action = tuple[str, int, int]
-"""Kind (``F`` forward, ``B`` input gradient, ``W`` weight gradient), stage, microbatch."""
+class _Simulation:
+    """State of all ranks; stages pp - 1 and pp share a rank, so nothing is sent between them."""
+
+    def __init__(self, pp: int, num_microbatches: int, times: StageTimes, wait: float, stall: float) -> None:
+        self.pp, self.last, self.times = pp, 2 * pp - 1, times
+        self.wait, self.stall = wait, stall
+        self.ranks = [_Rank(rank, pp) for rank in range(pp)]
+        # Arrival times of inputs and gradients in the order of microbatches, and how many were used.
+        self.inputs: list[list[float]] = [[] for _ in range(2 * pp)]
+        self.inputs[0] = [0.0] * num_microbatches
+        self.gradients: list[list[float]] = [[] for _ in range(2 * pp)]
+        self.forwards, self.backwards = [0] * (2 * pp), [0] * (2 * pp)
+
+    def next_action(self, rank: _Rank) -> _Action | None:
+        """Return what a rank does next, or None when it has to wait for others."""
+        options: list[_Action] = []
+        for stage in rank.stages:
+            done = self.backwards[stage]
+            if done < len(self.gradients[stage]):
+                options.append((max(rank.clock, self.gradients[stage][done]), 0, -stage, "B"))
+            done = self.forwards[stage]
+            may_hold_more = rank.held < 2 * self.pp or stage >= self.pp
+            if may_hold_more and done < len(self.inputs[stage]):
+                options.append((max(rank.clock, self.inputs[stage][done]), 1, -stage, "F"))
+        best = min(options, default=None)
+        if rank.weights:
+            stage = rank.weights[0][0]
+            if best is None or rank.clock + self.times.backward_weight[stage] <= best[0]:
+                return (rank.clock, 2, -stage, "W")
+        return best
+
+    def run(self, rank: _Rank, action: _Action) -> None:
+        """Carry out an action and pass its result on."""
+        start, _, negated, kind = action
+        stage = -negated
+        if kind == "W":
+            rank.order.append(("W", *rank.weights.pop(0)))
+            rank.clock = start + self.times.backward_weight[stage]
+        elif kind == "F":
+            self._forward(rank, stage, start)
+        else:
+            self._backward(rank, stage, start)
+
+    def _forward(self, rank: _Rank, stage: int, start: float) -> None:
+        rank.clock = start + self.times.forward[stage] + (self.stall if stage not in (0, self.pp) else 0.0)
+        rank.held += 1
+        rank.order.append(("F", stage, self.forwards[stage]))
+        self.forwards[stage] += 1
+        if stage == self.last:
+            self.gradients[stage].append(rank.clock)
+        else:
+            self.inputs[stage + 1].append(rank.clock + (self.wait if stage + 1 != self.pp else 0.0))
+
+    def _backward(self, rank: _Rank, stage: int, start: float) -> None:
+        received = stage not in (self.pp - 1, self.last)
+        rank.clock = start + self.times.backward_input[stage] + (self.stall if received else 0.0)
+        rank.held -= 1
+        rank.order.append(("B", stage, self.backwards[stage]))
+        rank.weights.append((stage, self.backwards[stage]))
+        self.backwards[stage] += 1
+        if stage:
+            self.gradients[stage - 1].append(rank.clock + (self.wait if stage != self.pp else 0.0))
 
 
 def simulate_zbv(pp: int, num_microbatches: int, times: StageTimes, hop: float, blocking: float) -> float:
     """Return the seconds of the schedule; see :func:`hpjob.plan.schedule.makespan` for the arguments."""
-    return max(rank.clock for rank in _run(pp, num_microbatches, times, hop, blocking))
+    simulation = _simulate(pp, num_microbatches, times, hop * (1 - blocking), hop * blocking)
+    return max(rank.clock for rank in simulation.ranks)
 
 
-def zbv_orders(pp: int, num_microbatches: int) -> list[list[Action]]:
+def zbv_orders(pp: int, num_microbatches: int) -> list[list[Op]]:
     """Return what each rank computes in which order, where forward and both backward parts take equally long."""
     equal = (1.0,) * (2 * pp)
     times = StageTimes(forward=equal, backward_input=equal, backward_weight=equal)
-    return [rank.order for rank in _run(pp, num_microbatches, times, 0.0, 0.0)]
+    return [rank.order for rank in _simulate(pp, num_microbatches, times, 0.0, 0.0).ranks]
 
 
-def _run(pp: int, num_microbatches: int, times: StageTimes, hop: float, blocking: float) -> list[_Rank]:
-    last = 2 * pp - 1
-    wait, stall = hop * (1 - blocking), hop * blocking
-    ranks = [_Rank(rank, pp) for rank in range(pp)]
-    forward_at: list[list[float]] = [[0.0] * num_microbatches if stage == 0 else [] for stage in range(last + 1)]
-    backward_at: list[list[float]] = [[] for _ in range(last + 1)]
-    forwards, backwards = [0] * (last + 1), [0] * (last + 1)
-    remaining = 3 * (last + 1) * num_microbatches
-
-    def next_action(rank: _Rank) -> tuple[float, int, int, str] | None:
-        """Start, priority, stage and kind of what the rank does next."""
-        best: tuple[float, int, int, str] | None = None
-        for stage in rank.stages:
-            if backwards[stage] < len(backward_at[stage]):
-                at = max(rank.clock, backward_at[stage][backwards[stage]])
-                best = min(best or (at, 0, -stage, "B"), (at, 0, -stage, "B"))
-            allowed = rank.held < rank.limit or stage >= pp
-            if allowed and forwards[stage] < len(forward_at[stage]):
-                at = max(rank.clock, forward_at[stage][forwards[stage]])
-                best = min(best or (at, 1, -stage, "F"), (at, 1, -stage, "F"))
-        if rank.weights:
-            stage = rank.weights[0][0]
-            if best is None or rank.clock + times.backward_weight[stage] <= best[0]:
-                return (rank.clock, 2, -stage, "W")
-        return best
-
-    while remaining:
-        actions = [(action, index) for index, rank in enumerate(ranks) if (action := next_action(rank))]
-        (at, _, negative, kind), index = min(actions)
-        rank, stage = ranks[index], -negative
-        if kind == "W":
-            rank.order.append(("W", *rank.weights.pop(0)))
-            rank.clock = at + times.backward_weight[stage]
-        elif kind == "F":
-            # Stages pp-1 and pp are on one rank: nothing is sent between them.
-            end = at + times.forward[stage] + (stall if stage not in (0, pp) else 0.0)
-            rank.order.append(("F", stage, forwards[stage]))
-            forwards[stage] += 1
-            rank.held += 1
-            rank.clock = end
-            if stage == last:
-                backward_at[stage].append(end)
-            else:
-                forward_at[stage + 1].append(end + (wait if stage + 1 != pp else 0.0))
-        else:
-            end = at + times.backward_input[stage] + (stall if stage not in (pp - 1, last) else 0.0)
-            rank.order.append(("B", stage, backwards[stage]))
-            rank.weights.append((stage, backwards[stage]))
-            backwards[stage] += 1
-            rank.held -= 1
-            rank.clock = end
-            if stage:
-                backward_at[stage - 1].append(end + (wait if stage != pp else 0.0))
-        remaining -= 1
-    return ranks
+def _simulate(pp: int, num_microbatches: int, times: StageTimes, wait: float, stall: float) -> _Simulation:
+    simulation = _Simulation(pp, num_microbatches, times, wait, stall)
+    for _ in range(3 * 2 * pp * num_microbatches):
+        actions = [
+            (action, index)
+            for index, rank in enumerate(simulation.ranks)
+            if (action := simulation.next_action(rank)) is not None
+        ]
+        action, index = min(actions)
+        simulation.run(simulation.ranks[index], action)
+    return simulation

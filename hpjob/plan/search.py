@@ -1,38 +1,20 @@
-"""Exact enumeration of legal layouts, and their prices."""
+"""Prices all legal layouts and simulates the most promising ones."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from functools import cached_property
-from typing import Literal
 
-from hpjob.plan.hardware import Hardware
+from hpjob.plan.enumeration import legal_layouts
 from hpjob.plan.layout import Layout
-from hpjob.plan.legality import problems, unsupported_layout
+from hpjob.plan.legality import unsupported_layout
 from hpjob.plan.memory import worst_total_gib
-from hpjob.plan.shape import Shape
-from hpjob.plan.step_time import StepModel, StepTime
-from hpjob.recipe.model import ParallelSettings, PipelineStyle, RecomputePolicy, SequenceParallelismMode
+from hpjob.plan.problem import Problem
+from hpjob.plan.step_time import StepTime
 
-_MAX_AUTO_MICROBATCH = 32
-
-
-@dataclass(frozen=True)
-class Problem:
-    """What is to be laid out, and on what."""
-
-    shape: Shape
-    settings: ParallelSettings
-    seq: int
-    global_batch: int
-    world_size: int
-    hardware: Hardware
-
-    @cached_property
-    def model(self) -> StepModel:
-        """Prices step times; it keeps what candidates share."""
-        return StepModel(self.shape, self.hardware)
+_HOPELESS = 1.3
+"""Times the usable memory: layouts above it are no neighbours of a plan that fits."""
+_FINALISTS = 16
+_MAX_SIMULATED_STAGES = 64
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,122 +48,62 @@ class Candidate:
         )
 
 
-def divisors(number: int) -> list[int]:
-    """Return all divisors in ascending order."""
-    small = [d for d in range(1, int(number**0.5) + 1) if number % d == 0]
-    return small + [number // d for d in reversed(small) if d * d != number]
+@dataclass(frozen=True)
+class Survey:
+    """All legal layouts that are worth comparing."""
+
+    candidates: list[Candidate]
+    any_legal: bool
+    least: Candidate | None
+    """The one that needs least memory, when none fits."""
 
 
-def legal_layouts(problem: Problem) -> Iterator[Layout]:
-    """Yield every legal layout that keeps the recipe's fixed values."""
-    s = problem.settings
-    for tp, sp, pp, ep in _degrees(problem):
-        dp = problem.world_size // (tp * sp * pp)
-        for microbatch, count in _batches(problem, dp):
-            base = Layout(
-                tp=tp,
-                pp=pp,
-                dp=dp,
-                sp=sp,
-                ep=ep,
-                num_microbatches=count,
-                microbatch=microbatch,
-                seq=problem.seq,
-                precision=s.precision,
-                cpu_offload=s.cpu_offload,
-            )
-            if problems(problem.shape, replace(base, sp=1, dp=dp * sp), problem.world_size):
-                continue
-            yield from _variants(problem, base)
+def survey(problem: Problem, limit_gib: float) -> Survey:
+    """Price all legal layouts; those far above the limit only count for the smallest shortfall."""
+    candidates: list[Candidate] = []
+    hopeless = _HOPELESS * limit_gib
+    any_fits, layouts = False, []
+    # Microbatch sizes come in ascending order, and a larger one never needs less memory.
+    too_large: set[Layout] = set()
+    for layout in legal_layouts(problem):
+        layouts.append(layout)
+        kind = layout._replace(microbatch=0, num_microbatches=0)
+        if kind in too_large:
+            continue
+        memory = worst_total_gib(problem.shape, layout, is_cpu=problem.hardware.is_cpu, enough_gib=hopeless)
+        if memory <= hopeless:
+            candidates.append(_priced(problem, layout, memory))
+            any_fits = any_fits or memory <= limit_gib
+        else:
+            too_large.add(kind)
+    least = None if any_fits or not layouts else _least(problem, layouts)
+    return Survey(_refined(problem, candidates, limit_gib), bool(layouts), least)
 
 
-def _variants(problem: Problem, base: Layout) -> Iterator[Layout]:
-    s = problem.settings
-    for mode in _modes(s, base):
-        for style, chunks in _schedules(s, base, problem.shape.num_layers):
-            shaped = replace(base, sequence_mode=mode, style=style, chunks=chunks)
-            if problems(problem.shape, shaped, problem.world_size):
-                continue
-            for zero in _zero_stages(s, base):
-                for recompute in _recompute(s):
-                    k = s.gradient_checkpoint_config.every_kth_layer
-                    yield replace(shaped, zero=zero, recompute=recompute, every_kth=k)
+def _least(problem: Problem, layouts: list[Layout]) -> Candidate:
+    """The layout that needs least memory; ties go to the first one."""
+    totals = [worst_total_gib(problem.shape, layout, is_cpu=problem.hardware.is_cpu) for layout in layouts]
+    index = min(range(len(layouts)), key=totals.__getitem__)
+    return _priced(problem, layouts[index], totals[index])
 
 
-def evaluate(problem: Problem, layout: Layout, *, simulate: bool = False) -> Candidate:
-    """Price one layout; ``simulate`` runs its schedule operation by operation."""
+def _priced(problem: Problem, layout: Layout, memory_gib: float) -> Candidate:
     return Candidate(
         layout=layout,
-        memory_gib=worst_total_gib(problem.shape, layout, is_cpu=problem.hardware.is_cpu),
-        time=problem.model.step(layout, simulate=simulate),
+        memory_gib=memory_gib,
+        time=problem.model.step(layout, simulate=False),
         num_unsupported=len(unsupported_layout(layout)),
     )
 
 
-def _options(fixed: int | str, choices: list[int]) -> list[int]:
-    return choices if isinstance(fixed, str) else [fixed]
-
-
-def _degrees(problem: Problem) -> Iterator[tuple[int, int, int, int]]:
-    s, world = problem.settings, problem.world_size
-    sizes = divisors(world)
-    inside = [d for d in sizes if d <= problem.hardware.island_size]
-    for tp in _options(s.tp_size, inside):
-        for sp in _options(s.sp_size, [1]):
-            for pp in _options(s.pp_size, [d for d in sizes if d <= problem.shape.num_layers]):
-                if world % (tp * sp * pp) == 0:
-                    for ep in _options(s.ep_size, [1]):
-                        yield tp, sp, pp, ep
-
-
-def _batches(problem: Problem, dp: int) -> Iterator[tuple[int, int]]:
-    """Microbatch size and count that make the global batch exact."""
-    s = problem.settings
-    if problem.global_batch % dp:
-        return
-    per_rank = problem.global_batch // dp
-    for microbatch in _options(s.microbatch_size, [d for d in divisors(per_rank) if d <= _MAX_AUTO_MICROBATCH]):
-        if per_rank % microbatch == 0 and s.num_microbatches in ("auto", per_rank // microbatch):
-            yield microbatch, per_rank // microbatch
-    fixed = s.num_microbatches
-    if not isinstance(fixed, int) or s.microbatch_size != "auto" or per_rank % fixed:
-        return
-    if per_rank // fixed > _MAX_AUTO_MICROBATCH:
-        yield per_rank // fixed, fixed
-
-
-def _modes(s: ParallelSettings, base: Layout) -> list[SequenceParallelismMode | None]:
-    if s.enable_sequence_parallelism is False:
-        return [None]
-    if s.sequence_parallelism_mode != "auto":
-        return [s.sequence_parallelism_mode]
-    if base.sp > 1:
-        return ["all_to_all", "ring_attn"]
-    sharded: list[SequenceParallelismMode | None] = ["split_gather"] if base.tp > 1 else []
-    return sharded if s.enable_sequence_parallelism is True else [None, *sharded]
-
-
-def _schedules(s: ParallelSettings, base: Layout, num_layers: int) -> list[tuple[PipelineStyle, int]]:
-    fixed = s.num_model_chunks
-    if base.pp == 1:
-        return [("1f1b", 1)]
-    styles: list[PipelineStyle] = ["1f1b", "interleaved", "zbv"] if s.pp_style == "auto" else [s.pp_style]
-    found = []
-    for style in styles:
-        if style == "interleaved":
-            choices = [v for v in (2, 3, 4, 5, 6, 8, 10) if num_layers % (base.pp * v) == 0 or v == 2]
-        else:
-            choices = [1 if style == "1f1b" else 2]
-        found += [(style, v) for v in _options(fixed, choices)]
-    return found
-
-
-def _zero_stages(s: ParallelSettings, base: Layout) -> list[Literal[0, 1, 2, 3]]:
-    if s.zero_stage != "auto":
-        return [s.zero_stage]
-    return [0] if base.dp * base.sp == 1 else [0, 1, 2, 3]
-
-
-def _recompute(s: ParallelSettings) -> list[RecomputePolicy]:
-    policy = s.gradient_checkpoint_config.policy
-    return ["none", "full"] if policy == "auto" else [policy]
+def _refined(problem: Problem, candidates: list[Candidate], limit_gib: float) -> list[Candidate]:
+    """Simulate the schedules of the most promising candidates, whichever reason they are compared for."""
+    order = sorted(range(len(candidates)), key=lambda index: candidates[index].order)
+    fitting = [index for index in order if candidates[index].memory_gib <= limit_gib]
+    runnable = [index for index in fitting if candidates[index].supported]
+    finalists = {*runnable[:_FINALISTS], *fitting[: _FINALISTS // 2], *order[: _FINALISTS // 2]}
+    for index in sorted(finalists):
+        old = candidates[index]
+        if old.layout.pp > 1 and old.layout.pp * old.layout.chunks <= _MAX_SIMULATED_STAGES:
+            candidates[index] = replace(old, time=problem.model.step(old.layout))
+    return candidates

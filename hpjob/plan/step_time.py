@@ -52,6 +52,7 @@ class StepModel:
         self.hardware = hardware
         self.habits = habits or framework("hpjob")
         self.layers = LayerModel(shape, hardware, self.habits)
+        self._known_stages: dict[tuple[object, ...], _Stages] = {}
 
     def step(self, layout: Layout, *, simulate: bool = True) -> StepTime:
         """Price one layout; without ``simulate`` the bubble comes from a formula."""
@@ -63,7 +64,8 @@ class StepModel:
         hop, blocking = self._hop(layout)
         if simulate and pp > 1:
             span = makespan(layout.style, pp, chunks, m, stages.times, hop, blocking)
-            ideal = makespan(layout.style, pp, chunks, m, stages.times, 0.0)
+            idle = (sum(per_rank) - per_rank[worst]) / _bubble_divisor(layout)
+            ideal = min(span, busy + idle)
         else:
             idle = (sum(per_rank) - per_rank[worst]) / _bubble_divisor(layout)
             hops = 2 * (pp - 1) * hop * max(1, chunks - 1) + 2 * m * chunks * hop * blocking if pp > 1 else 0.0
@@ -72,7 +74,9 @@ class StepModel:
         data = self._data_parallel(layout, stages, per_rank)
         optimizer = self._optimizer(layout)
         whole = span + data + optimizer
-        jitter = whole * self.hardware.fit.jitter * log2(max(1.0, layout.world_size / self.hardware.gpus_per_node))
+        nodes = max(1.0, layout.world_size / self.hardware.gpus_per_node)
+        slack = self.habits.sharded_slack if layout.zero else self.habits.slack
+        jitter = whole * (self.hardware.fit.jitter * log2(nodes) + slack)
         return StepTime(
             compute=busy - comm + jitter,
             bubble=max(0.0, ideal - busy),
@@ -83,33 +87,37 @@ class StepModel:
         )
 
     def _stages(self, layout: Layout) -> _Stages:
-        """Seconds of a microbatch in every stage."""
-        s = self.shape
-        dense = self.layers.layer(layout)
-        dense_passes = dense.passes()
-        routed = self.layers.layer(layout, experts=True) if s.num_expert_layers else None
-        routed_passes = routed.passes() if routed else dense_passes
-        counts = split_layers(s.num_layers, layout.pp * layout.chunks, layout.style)
+        """Seconds of a microbatch in every stage; layouts that differ only in zero 0 to 2 or dp share them."""
         gather = self._gather_layer(layout) if layout.zero == 3 else 0.0
-        forward, inputs, weights, comm = [], [], [], []
-        done = 0
-        for count in counts:
-            first = max(0, min(count, s.dense_layers - done)) if routed else count
-            rest = count - first
-            done += count
-            f, i, w = (first * a + rest * b for a, b in zip(dense_passes, routed_passes, strict=True))
-            c = first * (dense.comm_forward + dense.comm_backward)
-            if routed:
-                c += rest * (routed.comm_forward + routed.comm_backward)
-            if gather:
-                # Weights arrive while the layer before computes; only what does not hide is seen.
-                f, i = _overlapped(f, count * gather), _overlapped(i + w, count * 2 * gather) - w
-            forward.append(f)
-            inputs.append(i)
-            weights.append(w)
-            comm.append(c)
-        f, i, w = self.layers.head(layout)
+        key = (*self.layers.key(layout), layout.pp, layout.chunks, gather)
+        found = self._known_stages.get(key)
+        if found is None:
+            found = self._known_stages[key] = self._price_stages(layout, gather)
+        return found
+
+    def _price_stages(self, layout: Layout, gather: float) -> _Stages:
+        s = self.shape
+        counts = split_layers(s.num_layers, layout.pp * layout.chunks, layout.style)
+        dense, routed = _split_dense(s, counts)
+        plain = self.layers.layer(layout)
+        f, i, w = plain.passes()
+        c = plain.comm_forward + plain.comm_backward
+        forward, inputs = [n * f for n in dense], [n * i for n in dense]
+        weights, comm = [n * w for n in dense], [n * c for n in dense]
+        if s.num_expert_layers:
+            layer = self.layers.layer(layout, experts=True)
+            f, i, w = layer.passes()
+            c = layer.comm_forward + layer.comm_backward
+            forward = [a + n * f for a, n in zip(forward, routed, strict=True)]
+            inputs = [a + n * i for a, n in zip(inputs, routed, strict=True)]
+            weights = [a + n * w for a, n in zip(weights, routed, strict=True)]
+            comm = [a + n * c for a, n in zip(comm, routed, strict=True)]
+        if gather:
+            # Weights arrive while the layer before computes; only what does not hide is seen.
+            forward = [_overlapped(a, n * gather) for a, n in zip(forward, counts, strict=True)]
+            inputs = [_overlapped(a + b, n * 2 * gather) - b for a, b, n in zip(inputs, weights, counts, strict=True)]
         # The loss of `zbv` sits with the embedding on the first rank, but it still ends the last stage.
+        f, i, w = self.layers.head(layout)
         forward[-1], inputs[-1], weights[-1] = forward[-1] + f, inputs[-1] + i, weights[-1] + w
         embedding = self.hardware.traffic(6.0 * layout.tokens * s.hidden * layout.element_bytes)
         forward[0] += embedding / 2
@@ -155,13 +163,13 @@ class StepModel:
         routed = s.num_expert_layers * (s.always_params + s.routed_params / layout.ep)
         return (dense + routed) / s.num_layers / layout.tp
 
-    def _rank_params(self, layout: Layout) -> float:
-        """Parameters of the fullest rank before ZeRO."""
-        layers = -(-self.shape.num_layers // layout.pp)
-        ends = self.shape.embedding_params / layout.tp
-        if layout.pp == 1 and not self.shape.tied:
-            ends *= 2
-        return layers * self._mean_layer_params(layout) + ends
+    def _rank_params(self, layout: Layout) -> tuple[float, float]:
+        """Parameters of the fullest rank before ZeRO: those that all ranks of dp share, and experts."""
+        s = self.shape
+        layers = -(-s.num_layers // layout.pp)
+        ends = s.embedding_params * (2 if layout.pp == 1 and not s.tied else 1)
+        experts = layers * s.num_expert_layers / s.num_layers * s.routed_params / layout.ep / layout.tp
+        return layers * self._mean_layer_params(layout) - experts + ends / layout.tp, experts
 
     def _data_parallel(self, layout: Layout, stages: _Stages, per_rank: list[float]) -> float:
         """Exposed seconds of gradient reduction and weight gathering after ZeRO 0 to 2."""
@@ -172,19 +180,34 @@ class StepModel:
         if layout.zero == 3:
             # The first gather and the last reduction have nothing to hide behind.
             return 3 * self._gather_layer(layout)
-        params = self._rank_params(layout)
         half = layout.precision != "fp32"
-        reduce = params * (self.habits.reduce_bytes if half else 4)
-        back = params * ((self.habits.gather_bytes if half else 4) if layout.zero else reduce / params)
-        total = link.ring(shards, reduce) + link.ring(shards, back)
+        reduce = self.habits.reduce_bytes if half else 4.0
+        back = (self.habits.gather_bytes if half else 4.0) if layout.zero else reduce
+        shared, experts = self._rank_params(layout)
+        total = link.ring(shards, shared * reduce) + link.ring(shards, shared * back)
+        if experts and shards > layout.ep:
+            # An expert has a copy in every ep-th rank only.
+            spread = self.hardware.link(shards // layout.ep, layout.tp * layout.ep)
+            total += spread.ring(shards // layout.ep, experts * (reduce + back))
         window = self.habits.dp_overlap * per_rank[0]
         return max(total - window, total * (1.0 - 0.9 * self.habits.dp_overlap))
 
     def _optimizer(self, layout: Layout) -> float:
-        params = self._rank_params(layout)
-        if layout.zero:
-            params /= layout.dp * layout.sp
+        shared, experts = self._rank_params(layout)
+        shards = layout.dp * layout.sp if layout.zero else 1
+        params = shared / shards + experts / max(1, shards // layout.ep)
         return self.hardware.traffic(params * _UPDATE_BYTES) + self.hardware.fit.step_ms * 1e-3
+
+
+def _split_dense(shape: Shape, counts: tuple[int, ...]) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """Layers of each stage with a dense MLP and with experts."""
+    if not shape.num_experts:
+        return counts, (0,) * len(counts)
+    dense, start = [], 0
+    for count in counts:
+        dense.append(max(0, min(shape.dense_layers - start, count)))
+        start += count
+    return tuple(dense), tuple(count - own for count, own in zip(counts, dense, strict=True))
 
 
 def _bubble_divisor(layout: Layout) -> float:

@@ -28,6 +28,10 @@ STEP_TIMEOUT_S = 600.0
 _POLL_S = 0.1
 _STORE_TIMEOUT = timedelta(seconds=10)
 _FAILED_KEY = "hpjob/failed"
+_SILENCE_S = 15.0
+_SILENT_LOOKS = 8
+_GONE = 1 << 40
+"""Added to a rank's count when it leaves in good order."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -49,11 +53,15 @@ class Timeouts:
 class PeerStore:
     """A connection of its own to rank 0's store, to tell and learn of failures.
 
-    The main thread's connection may be blocked in a wait of any length; this one never is.
+    The main thread's connection may be blocked in a wait of any length; this one never is. A rank that is
+    killed tells nothing, and NCCL does not notice: the others' GPUs go on waiting. So every rank counts up a
+    number in the store, and rank 0 looks whether all of them still do.
     """
 
-    def __init__(self, host: str, port: int) -> None:
+    def __init__(self, host: str, port: int, *, rank: int, world_size: int) -> None:
         self._store = TCPStore(host, port, None, False, _STORE_TIMEOUT)
+        self._rank = rank
+        self._beats = {other: _Beats() for other in range(1, world_size)} if rank == 0 else {}
 
     def tell_failure(self, message: str) -> None:
         """Say that this rank failed; the first message stays."""
@@ -65,11 +73,51 @@ class PeerStore:
     def probe(self) -> str | None:
         """Return why this rank should end, or None."""
         try:
-            if not self._store.check([_FAILED_KEY]):
-                return None
-            return str(self._store.get(_FAILED_KEY).decode())
+            if self._store.check([_FAILED_KEY]):
+                return str(self._store.get(_FAILED_KEY).decode())
+            self._store.add(_alive_key(self._rank), 1)
+            silent = next((rank for rank, beats in self._beats.items() if beats.ended(self._count(rank))), None)
         except RuntimeError:
             return "rank 0 went away: its store does not answer"
+        if silent is None:
+            return None
+        message = f"rank {silent} shows no sign of life since {_SILENCE_S:.0f} s: it was killed, or its host is gone"
+        self.tell_failure(message)
+        return message
+
+    def leave(self) -> None:
+        """Say that this rank ends in good order, so that nobody misses it."""
+        try:
+            self._store.add(_alive_key(self._rank), _GONE)
+        except RuntimeError:
+            return  # rank 0 has left already
+
+    def _count(self, rank: int) -> int:
+        return int(self._store.add(_alive_key(rank), 0))
+
+
+@dataclass(slots=True)
+class _Beats:
+    """What rank 0 has seen of another rank's sign of life."""
+
+    count: int = 0
+    seen_at: float = 0.0
+    looks: int = 0
+    """Looks since the count last changed."""
+
+    def ended(self, count: int) -> bool:
+        """Tell whether a rank that began to count has stopped; time alone says little on a host that is overloaded."""
+        now = time.monotonic()
+        if count != self.count:
+            self.count, self.seen_at, self.looks = count, now, 0
+            return False
+        self.looks += 1
+        began = 0 < count < _GONE
+        return began and self.looks >= _SILENT_LOOKS and now - self.seen_at > _SILENCE_S
+
+
+def _alive_key(rank: int) -> str:
+    return f"hpjob/alive/{rank}"
 
 
 def choose_device(local_rank: int) -> torch.device:
@@ -101,7 +149,7 @@ def join(rank: Rank, device: torch.device, timeouts: Timeouts) -> PeerStore:
         world_size=rank.world_size,
         timeout=timeout,
     )
-    return PeerStore(store.host, store.port)
+    return PeerStore(store.host, store.port, rank=rank.rank, world_size=rank.world_size)
 
 
 def set_timeout(seconds: float) -> None:

@@ -56,6 +56,7 @@ class Session:
         store = join(self._rank, device, self._timeouts)
         self._reporter.notify = store.tell_failure
         self._watcher.add(store.probe)
+        self._watcher.on_stop = store.leave
         if not self._left_early():
             self._train(device)
         self._leave_together()

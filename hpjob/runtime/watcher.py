@@ -23,9 +23,13 @@ class PeerWatcher:
 
     After a probe tells of a failure the main thread gets a few seconds to raise an error of its
     own, which says more than that a peer is gone.
+
+    Attributes:
+        on_stop: Called when polling stops because this rank leaves in good order.
     """
 
     def __init__(self, reporter: FailureReporter) -> None:
+        self.on_stop: Callable[[], None] | None = None
         self._reporter = reporter
         self._probes: list[Probe] = [self._probe_files]
         self._stopped = threading.Event()
@@ -44,6 +48,8 @@ class PeerWatcher:
     def stop(self) -> None:
         """Stop polling; from now on ranks may leave in any order."""
         self._stopped.set()
+        if self.on_stop is not None:
+            self.on_stop()
         if self._thread.is_alive():
             self._thread.join()
 

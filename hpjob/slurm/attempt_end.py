@@ -6,7 +6,7 @@ import logging
 import time
 from dataclasses import asdict
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 from hpjob.core.run_dir import AttemptDir, RunDir
 from hpjob.core.run_records import (
@@ -19,7 +19,7 @@ from hpjob.core.run_records import (
     write_json,
 )
 from hpjob.slurm.progress import ATTEMPTS_WITHOUT_PROGRESS, stuck
-from hpjob.slurm.query import job_state
+from hpjob.slurm.query import is_being_ended, was_cancelled
 from hpjob.slurm.srun_log import TaskEnd, parse_srun_log
 
 Decision = Literal["requeue", "done", "stop"]
@@ -85,11 +85,16 @@ def _record_lost_rank(attempt: AttemptDir, *, rank: int, node: str, what: str, e
         time=log.stat().st_mtime if log.exists() else time.time(),
         kind="exception" if exited else "killed",
         exception=last_line.partition(":")[0] or None,
-        message=last_line or f"{what}: the rank left no other trace, see {log.name}",
+        message=last_line or _words(what, log.name),
         traceback=traceback or None,
     )
     path.parent.mkdir(exist_ok=True)
     write_json(path, asdict(record))
+
+
+def _words(what: str, log_name: str) -> str:
+    cause = " (SIGKILL, often from the system that ran out of memory)" if what.startswith("Killed") else ""
+    return f"{what}{cause}; the rank left no report, its log is {log_name}"
 
 
 def _decide(run: RunDir, attempt: AttemptDir, exit_code: int, ends: list[TaskEnd]) -> tuple[Decision, str]:
@@ -98,11 +103,11 @@ def _decide(run: RunDir, attempt: AttemptDir, exit_code: int, ends: list[TaskEnd
     if run.finished.exists():
         return "done", "the last step is done"
     reason = _reason_to_go_on(attempt, exit_code, ends)
-    if reason is None:
+    if reason is None or (exit_code and _srun_asked_to_stop(attempt, document, ends)):
         return "stop", "the ranks failed" if exit_code else "the ranks ended without saying why"
     if run.cancelled.exists():
         return "stop", "cancelled; `hpjob resume` goes on"
-    if document.get("executor") == "slurm" and job_state(job_id).state == "CANCELLED":
+    if document.get("executor") == "slurm" and was_cancelled(job_id, int(document.get("restart_count") or 0)):
         return "stop", "the job was cancelled; `hpjob resume` goes on"
     if stuck(run, job_id):
         return "stop", (
@@ -123,6 +128,19 @@ def _reason_to_go_on(attempt: AttemptDir, exit_code: int, ends: list[TaskEnd]) -
     if exit_code and first and first[0].by_stop_signal and not others:
         return f"told to stop during set-up ({first[0].what})"
     return None
+
+
+def _srun_asked_to_stop(attempt: AttemptDir, document: dict[str, Any], ends: list[TaskEnd]) -> bool:
+    """Return whether the ranks saved only because one of them failed.
+
+    srun ends the others of a failed rank with TERM first. They take that for a preemption and save if they still
+    can; queuing such a job again would repeat the failure for ever.
+    """
+    failed_first = any(not end.after_abort and not end.by_stop_signal for end in ends)
+    outcome = read_outcome(attempt)
+    by_term = outcome is not None and "SIGTERM" in outcome.reason
+    on_slurm = document.get("executor") == "slurm"
+    return failed_first and by_term and on_slurm and not is_being_ended(str(document.get("job_id", "")))
 
 
 def _read(path: Path) -> str:

@@ -184,8 +184,10 @@ def _recipe(request: Request) -> Recipe:
     if request.time is not None:
         try:
             job["time_limit"] = parse_duration_s(request.time)
-        except ValueError as error:
-            raise UserInputError(f"--time {request.time!r} {error}", hint="such as --time 90m or 12:00:00") from None
+        except ValueError:
+            raise UserInputError(
+                f"--time {request.time!r} is no clear duration", hint="write --time 90m, 12h, 12:00:00 or 1-12:00:00"
+            ) from None
     data = {"path": os.path.abspath(recipe.data.path)} if recipe.data.path else {}  # noqa: PTH100 (keeps links)
     return recipe.model_copy(
         update={"job": recipe.job.model_copy(update=job), "data": recipe.data.model_copy(update=data)}

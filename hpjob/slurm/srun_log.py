@@ -6,7 +6,7 @@ Slurm 22.05 to 25.11 write, for one task or several::
     srun: error: n1: tasks 0,2-3: Exited with exit code 1
     srun: error: n2: task 5: Out Of Memory
     srun: error: Node failure on n2
-    srun: Terminating StepId=7.0              (from here on srun itself kills)
+    srun: launch/slurm: _step_signal: Terminating StepId=7.0       (from here on srun itself ends tasks)
 """
 
 from __future__ import annotations
@@ -19,7 +19,8 @@ from hpjob.core.hostlist import expand
 _TASK_LINE = re.compile(r"srun: error: (?P<node>[^\s:]+): tasks? (?P<tasks>[\d,\-\[\]]+): (?P<what>.+)")
 _NODE_FAILURE = re.compile(r"srun: error: Node failure on (?P<nodes>\S+)")
 _ABORT = re.compile(
-    r"srun: (?:error: )?(?:(?:Terminating|Force Terminated) (?:StepId|job step)|Job step aborted|Timed out waiting)"
+    r"srun: (?:error: )?(?:launch/slurm: \w+: )?"
+    r"(?:(?:Terminating|Force Terminated) (?:StepId|job step)|Job step aborted|Timed out waiting)"
 )
 _STOP_SIGNALS = ("Terminated", "User defined signal 1", "User defined signal 2")
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from hpjob.slurm.query import job_state, reason_words
+from hpjob.slurm.query import job_state, reason_words, was_cancelled
 from tests.support.fake_slurm import FakeSlurm
 
 
@@ -73,3 +73,23 @@ def test_a_silent_controller_is_not_a_lost_job(fake_slurm: FakeSlurm) -> None:
 )
 def test_reasons_in_words(reason: str, words: str) -> None:
     assert words in reason_words(reason)
+
+
+_ENDING = "JobId=7 JobState=COMPLETING Restarts={restarts} RunTime={ran} TimeLimit={limit} PreemptTime={preempted}\n"
+
+
+@pytest.mark.parametrize(
+    ("shown", "cancelled"),
+    [
+        (_ENDING.format(restarts=1, ran="00:10:00", limit="01:00:00", preempted="None"), True),
+        (_ENDING.format(restarts=1, ran="00:10:00", limit="UNLIMITED", preempted="None"), True),
+        (_ENDING.format(restarts=2, ran="00:10:00", limit="01:00:00", preempted="None"), False),
+        (_ENDING.format(restarts=1, ran="01:00:12", limit="01:00:00", preempted="None"), False),
+        (_ENDING.format(restarts=1, ran="00:10:00", limit="01:00:00", preempted="2026-03-01T10:00:00"), False),
+        ("JobId=7 JobState=RUNNING Restarts=1\n", False),
+        ("JobId=7 JobState=CANCELLED Restarts=1\n", True),
+    ],
+)
+def test_a_cancelled_job_is_told_from_others_that_end(fake_slurm: FakeSlurm, shown: str, cancelled: bool) -> None:
+    fake_slurm.answer("scontrol show job", shown)
+    assert was_cancelled("7", restart_count=1) is cancelled

@@ -60,9 +60,9 @@ def test_values_reach_the_shell_unchanged() -> None:
 
 
 def test_no_gpu_request_without_gpus_and_never_one_per_task() -> None:
-    for name in SPECS:
-        script = render_script(SPECS[name])
-        assert ("--gpus-per-node" in script) == (SPECS[name].gpus_per_node > 0)
+    for spec in SPECS.values():
+        script = render_script(spec)
+        assert ("--gpus-per-node" in script) == (spec.gpus_per_node > 0)
         assert "gpus-per-task" not in script
         assert "CUDA_VISIBLE_DEVICES" not in script
 

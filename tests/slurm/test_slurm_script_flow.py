@@ -70,9 +70,7 @@ class Job:
         for name, text in (("srun.code", srun), ("decision", decision), ("scontrol.code", scontrol)):
             (self.folder / name).write_text(f"{text}\n")
         command = ["bash", self.folder / "job.sbatch"]
-        return subprocess.run(
-            command, env=self.environment, capture_output=True, text=True, timeout=60, check=False
-        )
+        return subprocess.run(command, env=self.environment, capture_output=True, text=True, timeout=60, check=False)
 
     def read(self, name: str) -> str:
         path = self.folder / name

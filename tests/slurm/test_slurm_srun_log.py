@@ -43,7 +43,14 @@ def test_a_failed_node_stands_for_all_its_ranks() -> None:
     assert (end.node, end.ranks, end.what) == ("n2", (), "Node failure")
 
 
-@pytest.mark.parametrize("line", ["srun: Force Terminated StepId=7.0", "srun: Force Terminated job step 7.0"])
+@pytest.mark.parametrize(
+    "line",
+    [
+        "srun: launch/slurm: _step_signal: Terminating StepId=4.0",
+        "srun: Force Terminated StepId=7.0",
+        "srun: Force Terminated job step 7.0",
+    ],
+)
 def test_all_forms_of_an_abort_are_known(line: str) -> None:
     (end,) = parse_srun_log(f"{line}\nsrun: error: n1: task 0: Killed\n")
     assert end.after_abort

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -13,8 +14,8 @@ from hpjob.recipe.load import load_recipe
 from hpjob.slurm.prepare import Prepared, job_spec
 from hpjob.slurm.render import render_script
 from hpjob.slurm.submit import write_inputs
-from hpjob.topology.load import local_topology, machine_topology
-from hpjob.topology.model import MachineType, Topology
+from hpjob.topology.load import local_topology
+from hpjob.topology.model import Topology
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 _PYTHON = """#!/bin/bash
@@ -41,12 +42,13 @@ def make_run(
     executor: str = "local",
     steps: int = 4,
     spec_changes: dict[str, Any] | None = None,
+    overrides: Sequence[str] = (),
     **behaviour: Any,
 ) -> Prepared:
     """Write the folder of a tiny run of 2 nodes with 4 ranks each."""
     run = RunDir(folder)
     run.path.mkdir(parents=True)
-    recipe = load_recipe("tiny", [f"training.steps={steps}"])
+    recipe = load_recipe("tiny", [f"training.steps={steps}", *overrides])
     topology = topology or local_topology(2, 4)
     plan = make_plan(recipe, topology)
     spec = job_spec(run, recipe, topology, plan, executor="local" if executor == "local" else "slurm")
@@ -65,10 +67,3 @@ def make_run(
     write_inputs(prepared, ["hpjob", "submit"])
     (folder / "behaviour.json").write_text(json.dumps({"steps": steps} | behaviour), encoding="utf-8")
     return prepared
-
-
-def cpu_nodes(machine: MachineType, *names: str) -> Topology:
-    """Return nodes of a kind with the names given."""
-    topology = machine_topology(machine, len(names))
-    nodes = (node.model_copy(update={"name": name}) for node, name in zip(topology.nodes, names, strict=True))
-    return topology.model_copy(update={"nodes": tuple(nodes), "blocks": None})

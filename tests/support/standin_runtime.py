@@ -26,16 +26,18 @@ def main() -> None:
     stopped: list[int] = []
     for number in STOP:
         signal.signal(number, lambda number, frame: stopped.append(number))
-    print(f"rank {rank} of {len(hosts)} on {node}", flush=True)
+    sys.stdout.write(f"rank {rank} of {len(hosts)} on {node}\n")
+    sys.stdout.flush()
     if hosts[rank] != node:
         sys.exit(f"rank {rank} is on {node}, planned on {hosts[rank]}")
     step = newest_step(run)
     while step < behaviour["steps"]:
         if stopped and not behaviour.get("deaf"):
+            name = signal.Signals(stopped[0]).name
             if rank == 0:
                 if not behaviour.get("saves_nothing"):
                     save(run, step)
-                write(attempt / "outcome.json", {"kind": "preempted", "step": step, "reason": f"signal {stopped[0]}"})
+                write(attempt / "outcome.json", {"kind": "preempted", "step": step, "reason": f"signal {name}"})
             sys.exit(0)
         step += 1
         time.sleep(behaviour.get("step_s", 0.1))
@@ -63,7 +65,7 @@ def fail(attempt: Path, rank: int, node: str, step: int, behaviour: dict[str, in
             record = {"rank": rank, "node": node, "time": time.time(), "kind": "exception", "step": step}
             record |= {"exception": "ValueError", "message": str(error), "traceback": text}
             write(attempt / "failures" / f"rank-{rank:05d}.json", record)
-            print(text, file=sys.stderr, flush=True)
+            sys.stderr.write(text)
             os._exit(1)
 
 

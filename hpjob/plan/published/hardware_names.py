@@ -49,7 +49,7 @@ def machine_for_row(gpu: str, gpus_per_node: int, interconnect: str) -> MachineT
 
 def network_gb_s(text: str) -> float | None:
     """Return all NICs of a node in GB/s from words such as ``8x HDR200 IB`` or ``1600 Gbps node-node``."""
-    if match := re.search(r"(\d+)\s*[x×]\s*(?:[A-Za-z-]+\s*)*(\d{2,3})\b", text):
+    if match := re.search(r"(\d+)\s*[x*]\s*(?:[A-Za-z-]+\s*)*(\d{2,3})\b", text):
         return int(match[1]) * int(match[2]) / 8
     if match := re.search(r"([\d.]+)\s*(Gbps|Gb/s|Tbps)", text):
         return float(match[1]) * (1000 if match[2] == "Tbps" else 1) / 8

@@ -27,14 +27,12 @@ class Prediction:
 def predict(case: Case, fit: Calibration | None = None) -> Prediction:
     """Price a row; unknown fields take the fastest value that fits."""
     model = StepModel(case.shape, hardware_of(case.machine, case.machine.gpus_per_node, fit), case.habits)
-    best: tuple[bool, float, Prediction] | None = None
+    options = []
     for layout in case.layouts:
         memory = worst_bytes(case.shape, layout, case.habits)
-        step = model.step(layout).step * case.global_batch / layout.global_batch
-        found = Prediction(step, memory, case.machine.gpu_memory_gib)
-        key = (not found.fits, step if found.fits else memory.total)
-        if best is None or key < best[:2]:
-            best = (*key, found)
-    if best is None:
-        raise ValueError(f"row {case.row_id} has no layout")
-    return best[2]
+        rough = model.step(layout, simulate=False).step / layout.global_batch if len(case.layouts) > 1 else 0.0
+        fits = memory.total / GIB <= case.machine.gpu_memory_gib
+        options.append((not fits, rough if fits else memory.total, layout, memory))
+    _, _, layout, memory = min(options, key=lambda option: option[:2])
+    step = model.step(layout).step * case.global_batch / layout.global_batch
+    return Prediction(step, memory, case.machine.gpu_memory_gib)

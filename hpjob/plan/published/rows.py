@@ -1,6 +1,6 @@
 """One row of a table of published runs as something that the planner can price.
 
-Measured columns (times, rates, memory, outcome) are read only by :func:`measured`; unknown layout fields
+Measured columns (times, rates, memory, outcome) are read only in ``measured.py``; unknown layout fields
 become several possible layouts, never a default that nobody published.
 """
 
@@ -8,13 +8,14 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import Literal
 
 from hpjob.plan.constants import Framework, framework, known_model
 from hpjob.plan.layout import Layout
 from hpjob.plan.published.hardware_names import machine_for_row
 from hpjob.plan.shape import Latent, Shape
-from hpjob.recipe.model import PipelineStyle, Precision
+from hpjob.recipe.model import PipelineStyle, Precision, RecomputePolicy
 from hpjob.topology.model import MachineType
 
 Row = Mapping[str, str]
@@ -25,7 +26,7 @@ _TIED = re.compile(r"gpt-?[0-9]|gpt-h|mt-nlg|bloom|mpt|opt", re.IGNORECASE)
 _TYPICAL_HEAD = 128
 
 
-class Unpredictable(Exception):  # noqa: N818 - a reason, not an error
+class Unpredictable(Exception):
     """A row that cannot be priced; the text is the reason that the listing shows."""
 
 
@@ -48,6 +49,15 @@ class Case:
     @property
     def tokens(self) -> int:
         return self.global_batch * self.layouts[0].seq
+
+
+def _with_notes(habits: Framework, note: str) -> Framework:
+    """Overlap that a table's remarks switch on or off."""
+    if re.search(r"overlap (paths )?(off|disabled)", note):
+        return replace(habits, dp_overlap=0.0, tp_overlap=0.0, pp_overlap=0.0)
+    if re.search(r"overlap (on|enabled)", note):
+        return replace(habits, dp_overlap=0.9, tp_overlap=0.7, pp_overlap=0.7)
+    return habits
 
 
 def number(row: Row, name: str) -> int | None:
@@ -85,7 +95,7 @@ def read_case(row: Row) -> Case:
     machine = machine_for_row(row.get("gpu", ""), number(row, "gpus_per_node") or 0, row.get("interconnect", ""))
     if machine is None:
         raise Unpredictable(f"GPU not known: {row.get('gpu', '')}")
-    habits = framework(row.get("framework", ""))
+    habits = _with_notes(framework(row.get("framework", "")), row.get("note", ""))
     shape = read_shape(row)
     layouts = _layouts(row, shape, habits, seq, num_gpus)
     batch = number(row, "global_batch") or layouts[0].global_batch
@@ -233,16 +243,18 @@ def _schedules(row: Row, shape: Shape, habits: Framework, pp: int, count: int) -
     if chunks == 1 or "1f1b" in name or not habits.interleaves:
         return [("1f1b", 1)]
     options: list[tuple[PipelineStyle, int]] = [("1f1b", 1)]
-    options += [("interleaved", v) for v in (2, 3, 4, 6) if shape.num_layers % (pp * v) == 0 and count % pp == 0]
+    if count % pp == 0:
+        most = -(-shape.num_layers // pp)
+        options += [("interleaved", v) for v in range(2, most + 1) if most % v == 0 and shape.num_layers >= pp * v]
     return options
 
 
-def _recompute(row: Row) -> list[str]:
+def _recompute(row: Row) -> list[RecomputePolicy]:
     text = row.get("recompute", "").strip().lower()
     if not text:
         return ["none", "selective", "full"]
-    if text in ("none", "selective", "full"):
-        return [text]
+    if text == "none":
+        return ["none"]
     if "full" in text or "every" in text:
         return ["full"]
     return ["selective"]
@@ -254,56 +266,16 @@ def _sharded(row: Row, tp: int, habits: Framework) -> list[bool]:
     text = row.get("sequence_parallel", "").strip()
     if text in ("0", "1"):
         return [text == "1"]
-    return [habits.attention == "flash"]
+    return [habits.attention != "unfused"]
 
 
-def _zero(row: Row, habits: Framework) -> int:
-    stage = number(row, "zero_stage")
-    return stage if stage is not None else habits.default_zero
+def _zero(row: Row, habits: Framework) -> Literal[0, 1, 2, 3]:
+    stages: dict[int | None, Literal[0, 1, 2, 3]] = {0: 0, 1: 1, 2: 2, 3: 3}
+    return stages.get(number(row, "zero_stage"), habits.default_zero)
 
 
 def _flash(row: Row, habits: Framework) -> bool:
     text = row.get("flash_attention", "").strip().lower()
     if text in ("0", "false"):
         return False
-    return habits.attention == "flash" if not text else True
-
-
-@dataclass(frozen=True, slots=True)
-class Measured:
-    """What a row says was measured."""
-
-    step_s: float | None
-    memory_gib: float | None
-    memory_counts: str
-    """``allocated``, ``reserved`` or ``device``."""
-    outcome: str
-
-
-def measured(row: Row, case: Case) -> Measured:
-    """Read the measured columns of a row."""
-    step = real(row, "step_time_s")
-    rate, tflops = real(row, "tokens_per_gpu_s"), real(row, "tflops_per_gpu")
-    if not step and rate:
-        step = case.tokens / (rate * case.num_gpus)
-    if not step and tflops:
-        flops = _published_flops(row, case)
-        step = flops / (tflops * 1e12 * case.num_gpus) if flops else None
-    kind = row.get("mem_kind", "").lower()
-    counts = "device" if "smi" in kind else "allocated" if "alloc" in kind else "reserved"
-    return Measured(step, real(row, "peak_mem_gib"), counts, row.get("outcome", "").strip() or "ok")
-
-
-def _published_flops(row: Row, case: Case) -> float | None:
-    """FLOPs of a step under the definition that a row's TFLOP/s follow."""
-    definition, s = row.get("tflops_def", ""), case.shape
-    layer = s.dense_layer_params * s.num_layers
-    attention = 12.0 * s.num_layers * s.hidden * case.layouts[0].seq
-    head = 6.0 * s.vocab * s.hidden
-    if definition.startswith("hardware_full_recompute"):
-        return case.tokens * (8.0 * layer + 4.0 / 3.0 * attention + head)
-    if definition.startswith("model_full_attn"):
-        return case.tokens * (6.0 * layer + attention + head)
-    if definition.startswith("model_causal"):
-        return case.tokens * (6.0 * layer + attention / 2 + head)
-    return None
+    return habits.attention != "unfused" if not text else True

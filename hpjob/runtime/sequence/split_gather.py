@@ -29,7 +29,10 @@ from hpjob.runtime.weight_gradients import DeferWeightGradients
 def _gather(shard: Tensor, group: dist.ProcessGroup, dim: int) -> Tensor:
     # Compiled code needs the form that the compiler can see into.
     if torch.compiler.is_compiling():
-        return wait_for(functional.all_gather_tensor(shard.contiguous(), dim, group))
+        # Along dim 0 and moved here: torch 2.11 cannot trace its own move to another dim.
+        pending = functional.all_gather_tensor(shard.contiguous(), 0, group)
+        shards: Tensor = functional.wait_tensor(pending)  # type: ignore[no-untyped-call]
+        return shards if dim == 0 else torch.cat(shards.chunk(group.size()), dim=dim)
     return start_gather(shard, group, dim).wait()
 
 

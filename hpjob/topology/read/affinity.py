@@ -90,9 +90,7 @@ def _tab_distance(row: Row, tail: list[tuple[str, int, int]], at: int) -> int | 
     return total
 
 
-def _assign(
-    matrix: Matrix, row: Row, tail: list[tuple[str, int, int]], offsets: dict[str, int]
-) -> dict[str, str]:
+def _assign(matrix: Matrix, row: Row, tail: list[tuple[str, int, int]], offsets: dict[str, int]) -> dict[str, str]:
     names = matrix.affinity
     if len(tail) >= len(names) or not matrix.header_seen:
         return {name: word for name, (word, _, _) in zip(names, tail, strict=False)}

@@ -19,7 +19,7 @@ def confidence(source: Source) -> float:
 def read(source: Source) -> Reading:
     """Say that it is no topology."""
     del source
-    note = "a NCCL graph (rings and trees found by a search) tells nothing about links; give the file of NCCL_TOPO_DUMP_FILE"
+    note = "a NCCL graph (rings and trees found by a search) is no topology; give the file of NCCL_TOPO_DUMP_FILE"
     return Reading(kind="nccl_graph", facts={"is_topology": False, "gpus": None}, notes=(note,))
 
 

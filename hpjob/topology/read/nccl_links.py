@@ -103,5 +103,3 @@ def _edges(element: Element) -> list[Element]:
 
 def _count(text: str) -> int:
     return int(text) if text.isdecimal() and len(text) < 6 else 0
-
-

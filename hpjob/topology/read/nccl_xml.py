@@ -11,10 +11,15 @@ from hpjob.topology.model import Gpu, Island, Nic, Node, Topology
 from hpjob.topology.read.nccl_links import NcclLinks, read_links
 from hpjob.topology.read.reading import LOCAL_NODE, Facts, Reader, Reading
 from hpjob.topology.read.text import Source
-from hpjob.topology.read.xml_elements import Element, parse_elements
+from hpjob.topology.read.xml_elements import Element, Wholeness, parse_elements
 
 TITLE = "NCCL topology XML"
 _GPU_CLASSES = ("0x0302", "0x0300", "0x0380")
+_WHOLENESS_NOTES = {
+    "cut": "the end of the XML is missing",
+    "damaged": "the XML is damaged; devices were counted, links cannot be told",
+}
+_MARKS = (("<cpu ", "numaid="), ("<pci ", "busid="), ("<gpu ", "dev="))
 _ELEMENTS = re.compile(r"<(?:system|cpu|pci|gpu|nic|net)[\s>]")
 
 
@@ -24,13 +29,13 @@ def confidence(source: Source) -> float:
         return 0.0
     if re.search(r"<system[\s>]", source.text):
         return 0.95
-    found = re.search(r"<(?:cpu\s[^>]{0,500}numaid|pci\s[^>]{0,500}busid|gpu\s[^>]{0,500}(?:sm|rank)=)", source.text)
+    found = any(tag in source.text and name in source.text for tag, name in _MARKS)
     return 0.9 if found else (0.5 if _ELEMENTS.search(source.text) else 0.0)
 
 
 def read(source: Source) -> Reading:
     """Read the whole file, or what a damaged one still shows."""
-    root, whole = parse_elements(source.text)
+    root, wholeness = parse_elements(source.text)
     elements = [element for element in root.walk() if element.tag]
     system = next((element for element in elements if element.tag == "system"), None)
     pci = [element for element in elements if element.tag == "pci"]
@@ -39,6 +44,8 @@ def read(source: Source) -> Reading:
     classes = any(element.get("class") for element in pci)
     gpus = _gpus(pci, partial) if classes or not partial else None
     fragment = system is None
+    if _has_doubles(gpus or []):
+        wholeness = "damaged"
     links = None if partial else read_links(gpus or [], pci)
     index = {id(element): number for number, element in _indexed(gpus or [], partial)}
     facts: Facts = {
@@ -54,8 +61,8 @@ def read(source: Source) -> Reading:
     }
     facts |= _net_facts(elements, pci, classes)
     facts["same_switch_gpus_and_nics"] = None if gpus is None else _same_switch(pci, gpus, index, partial)
-    facts |= _link_facts(links, fragment)
-    notes = _notes(links, whole, fragment)
+    facts |= _link_facts(links, fragment, wholeness)
+    notes = _notes(links, wholeness, fragment)
     topology = _topology(facts, gpus, index, links, notes)
     return Reading(kind="nccl_xml", facts=facts, topology=topology, notes=tuple(notes))
 
@@ -75,9 +82,13 @@ def _own_gpus(element: Element) -> list[Element]:
 
 def _gpus(pci: list[Element], partial: bool) -> list[Element]:
     if partial:
-        return sorted((e for e in pci if e.get("class").startswith(_GPU_CLASSES)), key=lambda e: _pci_key(e.get("busid")))
+        return sorted(
+            (e for e in pci if e.get("class").startswith(_GPU_CLASSES)), key=lambda e: _pci_key(e.get("busid"))
+        )
     found = [element for element in pci if _own_gpus(element)]
-    return sorted(found, key=lambda e: min((n for g in _own_gpus(e) if (n := _number(g.get("dev"))) is not None), default=1 << 30))
+    return sorted(
+        found, key=lambda e: min((n for g in _own_gpus(e) if (n := _number(g.get("dev"))) is not None), default=1 << 30)
+    )
 
 
 def _indexed(gpus: list[Element], partial: bool) -> list[tuple[int, Element]]:
@@ -95,6 +106,13 @@ def _ranks(gpus: list[Element], partial: bool) -> list[int | None] | None:
     if len(set(devs)) != len(devs) and not _several_hosts(gpus):
         return None
     return [_number(_own_gpus(element)[0].get("rank")) for element in gpus]
+
+
+def _has_doubles(gpus: list[Element]) -> bool:
+    """Whether one device stands twice: lines were doubled, and what nests in what cannot be told."""
+    hosts = [next((at.get("host_hash") for at in e.ancestors() if at.tag == "cpu"), "") for e in gpus]
+    places = [(host, e.get("busid")) for host, e in zip(hosts, gpus, strict=True) if e.get("busid")]
+    return len(set(places)) != len(places)
 
 
 def _several_hosts(gpus: list[Element]) -> bool:
@@ -148,8 +166,8 @@ def _same_switch(
     return [[below, names] for below, names in sorted(found, key=lambda group: group[0])]
 
 
-def _link_facts(links: NcclLinks | None, fragment: bool) -> Facts:
-    if links is None:
+def _link_facts(links: NcclLinks | None, fragment: bool, wholeness: Wholeness) -> Facts:
+    if links is None or wholeness == "damaged":
         names = ("islands", "linked_pairs", "all_to_all", "pair_links", "links_per_gpu", "nvswitches", "missing_peers")
         return dict.fromkeys(names)
     unknown = fragment or bool(links.missing)
@@ -157,7 +175,7 @@ def _link_facts(links: NcclLinks | None, fragment: bool) -> Facts:
     return {
         "islands": groups,
         "linked_pairs": None if unknown else len(links.linked),
-        "all_to_all": links.complete if groups else None,
+        "all_to_all": (links.complete or (False if wholeness == "whole" else None)) if groups else None,
         "pair_links": {f"{a}-{b}": count for (a, b), count in sorted(links.direct.items())},
         "links_per_gpu": links.per_gpu,
         "nvswitches": links.nvswitches,
@@ -165,8 +183,8 @@ def _link_facts(links: NcclLinks | None, fragment: bool) -> Facts:
     }
 
 
-def _notes(links: NcclLinks | None, whole: bool, fragment: bool) -> list[str]:
-    notes = [] if whole else ["the XML is damaged; what could be read was used"]
+def _notes(links: NcclLinks | None, wholeness: Wholeness, fragment: bool) -> list[str]:
+    notes = [_WHOLENESS_NOTES[wholeness]] if wholeness in _WHOLENESS_NOTES else []
     if fragment:
         notes.append("no system element: a part of a file")
     if links is not None and links.to_itself:
@@ -196,7 +214,8 @@ def _topology(
     islands = None
     if links is not None and facts["islands"] is not None:
         islands = tuple(
-            Island(kind=links.kind, gpus=tuple(group), all_to_all=links.is_complete(group)) for group in facts["islands"]
+            Island(kind=links.kind, gpus=tuple(group), all_to_all=links.is_complete(group))
+            for group in facts["islands"]
         )
     node = Node(name=LOCAL_NODE, gpus=found, islands=islands, nics=nics)
     sources = {f"nodes.{LOCAL_NODE}.{name}": TITLE for name in ("gpus", "islands", "nics")}

@@ -12,8 +12,9 @@ from hpjob.topology.read.text import Source
 
 TITLE = "nvidia-smi -q (fabric)"
 _FIELD = re.compile(
-    r"^\s*(?:(?P<host>[A-Za-z0-9][A-Za-z0-9_.-]*):\s+)?(?P<key>State|Status|CliqueId|Clique Id|ClusterUUID|Cluster UUID)"
-    r"\s*:\s*(?P<value>\S.*?)?\s*$"
+    r"^\s*(?:(?P<host>[A-Za-z0-9][A-Za-z0-9_.-]*):\s+)?"
+    r"(?P<key>State|Status|CliqueId|Clique Id|ClusterUUID|Cluster UUID)"
+    r"\s*:(?P<value>.*)$"
 )
 _FABRIC = re.compile(r"^\s*(?:(?P<host>[A-Za-z0-9][A-Za-z0-9_.-]*):\s+)?Fabric\s*$")
 _INDENT = re.compile(r"^\s*")
@@ -36,9 +37,11 @@ def confidence(source: Source) -> float:
     text = source.text
     if "CliqueId" in text or "ClusterUUID" in text:
         return 0.9
-    if re.search(r"^[^\n]{0,200}fabric\.(?:clique|cluster|state)", text, re.I | re.M):
+    if "fabric" not in source.lower:
+        return 0.0
+    if "fabric." in source.lower and re.search(r"^[^\n]{0,200}fabric\.(?:clique|cluster|state)", text, re.I | re.M):
         return 0.9
-    return 0.6 if re.search(r"^\s*Fabric\s*\n\s*State\s*:", text, re.M) else 0.0
+    return 0.6 if re.search(r"^[ \t]*Fabric[ \t]*\n[ \t]*State[ \t]*:", text, re.M) else 0.0
 
 
 def read(source: Source) -> Reading:
@@ -94,7 +97,7 @@ def _section_records(source: Source) -> list[_Record]:
         match = _FIELD.match(line)
         if match is None:
             continue
-        host, key, value = match["host"], match["key"].replace(" ", ""), match["value"] or ""
+        host, key, value = match["host"], match["key"].replace(" ", ""), match["value"].strip()
         if key in ("State", "Status") and not _belongs(inside.get(host), line, open_records.get(host)):
             continue
         current = open_records.get(host)
@@ -145,7 +148,8 @@ def _malformed(record: _Record) -> bool:
     clique = record.values.get("CliqueId", "N/A")
     uuid = record.values.get("ClusterUUID", "N/A")
     return not (
-        (clique.isdecimal() or _NOT_AVAILABLE.fullmatch(clique)) and (_UUID.fullmatch(uuid) or _NOT_AVAILABLE.fullmatch(uuid))
+        (clique.isdecimal() or _NOT_AVAILABLE.fullmatch(clique))
+        and (_UUID.fullmatch(uuid) or _NOT_AVAILABLE.fullmatch(uuid))
     )
 
 

@@ -11,14 +11,16 @@ from hpjob.topology.read.text import Source
 
 TITLE = "nvidia-smi -L"
 _MIG = re.compile(r"\bMIG\s+(\S+)\s+Device\s+([0-9]+)\s*:")
-_ANY_GPU = re.compile(r"(?:^|[\s>|:\]])GPU\s+[0-9]{1,4}\s*:.{0,200}UUID", re.M)
+_ANY_GPU = re.compile(r"(?:^|[\s>|:\]])GPU[ \t]+[0-9]{1,4}[ \t]*:.{0,200}UUID", re.M)
 
 
 def confidence(source: Source) -> float:
     """High when GPU lines carry UUIDs and no link lines follow."""
-    if not _ANY_GPU.search(source.text):
+    if "UUID" not in source.text or "GPU" not in source.text or not _ANY_GPU.search(source.text):
         return 0.0
-    if re.search(r"^\W*Link\s+[0-9]+\s*[:,]", source.text, re.M) or "NVLink" in source.text:
+    if "NVLink" in source.text or (
+        "Link" in source.text and re.search(r"^[^\w\n]{0,40}Link[ \t]+[0-9]+[ \t]*[:,]", source.text, re.M)
+    ):
         return 0.3
     return 0.85
 

@@ -14,9 +14,13 @@ from hpjob.topology.read.text import Source, is_cut_mark
 TITLE = "nvidia-smi nvlink"
 _LINK = re.compile(r"\bLink\s+([0-9]{1,3})\s*[:,]\s*(.*)")
 _SPEED = re.compile(r"([0-9]+(?:\.[0-9]+)?)\s*GB/s")
-_REMOTE = re.compile(r"(?:Remote Device\s+)?([0-9A-Fa-f]{4,8}:[0-9A-Fa-f]{2}:[0-9A-Fa-f]{2}\.[0-9A-Fa-f])(?:\s*:\s*Link\s+([0-9]{1,3}))?")
+_REMOTE = re.compile(
+    r"(?:Remote Device\s+)?([0-9A-Fa-f]{4,8}:[0-9A-Fa-f]{2}:[0-9A-Fa-f]{2}\.[0-9A-Fa-f])(?:\s*:\s*Link\s+([0-9]{1,3}))?"
+)
 _INACTIVE = re.compile(r"inactive", re.I)
-_ANY_LINK = re.compile(r"^\W*Link\s+[0-9]{1,3}\s*[:,]", re.M)
+_ANY_LINK = re.compile(r"^[^\w\n]{0,40}Link[ \t]+[0-9]{1,3}[ \t]*[:,]")
+_MAX_CANDIDATES = 20_000
+_ROW_BEGUN = re.compile(r"\bLink?\s*[0-9]*$|\bL(?:in?)?$")
 _PLACEHOLDER = re.compile(r"F+:FF:FF\.0", re.I)
 
 
@@ -33,11 +37,12 @@ def confidence(source: Source) -> float:
     """High when GPU lines are followed by link lines, or by the text that none is active."""
     if "Link" not in source.text or "GPU" not in source.text:
         return 0.0
-    if _ANY_LINK.search(source.text) and re.search(r"GPU\s+[0-9]+\s*:", source.text):
+    rows = any(_ANY_LINK.match(line) for _, line in source.lines_with("Link", _MAX_CANDIDATES))
+    if rows and re.search(r"GPU\s+[0-9]+\s*:", source.text):
         return 0.95
-    if re.search(r"all links are inactive", source.text, re.I):
+    if "all links are inactive" in source.lower:
         return 0.95
-    return 0.2 if _ANY_LINK.search(source.text) else 0.0
+    return 0.2 if rows else 0.0
 
 
 def read(source: Source) -> Reading:
@@ -60,9 +65,7 @@ def read(source: Source) -> Reading:
         notes.append(f"links differ in speed: {', '.join(f'{speed:g}' for speed in sorted(speeds))} GB/s")
     gpus = tuple(Gpu(index=block.index, model=block.name or None) for block in blocks)
     node = Node(name=LOCAL_NODE, gpus=gpus, islands=_no_islands(links))
-    topology = Topology(
-        nodes=(node,), source=TITLE, notes=tuple(notes), sources={f"nodes.{LOCAL_NODE}.gpus": TITLE}
-    )
+    topology = Topology(nodes=(node,), source=TITLE, notes=tuple(notes), sources={f"nodes.{LOCAL_NODE}.gpus": TITLE})
     return Reading(kind="nvlink", facts=facts, topology=topology, notes=tuple(notes))
 
 
@@ -93,16 +96,13 @@ def _mark_cut(source: Source, last: GpuLines, links: dict[int, _Links]) -> None:
     most = max(len(other.rows) for other in links.values())
     lines = [line for line in source.lines if line.strip()]
     end = lines[-1] if lines else ""
-    inside = end.strip().endswith(("...", "…")) or (is_cut_mark(end) and bool(last.lines))
+    dots = end.strip().endswith(("...", "…")) or (is_cut_mark(end) and bool(last.lines))
     row = _LINK.search(end)
-    if row and not _whole_row(row[2], found):
-        inside = True
-    elif row is None and re.search(r"\bLink?\s*[0-9]*$|\bL(?:in?)?$", end) and last.lines:
-        inside = True
-    elif GPU_LINE.search(end) and not found.inactive:
-        inside = True
-    if inside or (len(found.rows) < most and not found.inactive):
-        found.cut = True
+    if row:
+        inside = not _whole_row(row[2], found)
+    else:
+        inside = bool(_ROW_BEGUN.search(end) and last.lines) or bool(GPU_LINE.search(end) and not found.inactive)
+    found.cut = dots or inside or (len(found.rows) < most and not found.inactive)
 
 
 def _whole_row(rest: str, found: _Links) -> bool:

@@ -10,7 +10,8 @@ from hpjob.topology.model import Gpu, Island, Link, Node, Topology
 from hpjob.topology.read.graph import Pair, disjoint_cliques, islands
 from hpjob.topology.read.reading import LOCAL_NODE, Facts, Reader, Reading
 from hpjob.topology.read.text import Source
-from hpjob.topology.read.topo_matrix import Matrix, Vocabulary, find_matrix
+from hpjob.topology.read.topo_header import Vocabulary
+from hpjob.topology.read.topo_matrix import Matrix, find_matrix
 
 TITLE = "nvidia-smi topo -p2p"
 _WORDS = Vocabulary("X", "OK", "CNS", "GNS", "TNS", "NS", "DR", "U")
@@ -40,7 +41,7 @@ def read(source: Source) -> Reading:
     missing = [gpu for gpu in gpus if f"GPU{gpu}" not in matrix.rows]
     whole = not missing and all((a, b) in status for a, b in permutations(gpus, 2))
     working = {(a, b) for a, b in status if a < b and status[a, b] == "OK" and status.get((b, a)) == "OK"}
-    capability = _capability(source, matrix)
+    capability = _capability(matrix)
     facts: Facts = {
         "gpus": len(gpus),
         "capability": capability,
@@ -65,9 +66,9 @@ def _groups(gpus: list[int], working: set[Pair]) -> list[list[int]]:
     return sorted(clique for group in islands(gpus, working) for clique in disjoint_cliques(group, working))
 
 
-def _capability(source: Source, matrix: Matrix) -> str | None:
-    first = min((row.number for row in matrix.rows.values()), default=len(source.lines))
-    found = [match[1] for line in source.lines[:first] if "p2p" in line and (match := _COMMAND.search(line))]
+def _capability(matrix: Matrix) -> str | None:
+    first = min((row.number for row in matrix.rows.values()), default=len(matrix.lines))
+    found = [match[1] for line in matrix.lines[:first] if "p2p" in line and (match := _COMMAND.search(line))]
     return found[-1] if found else None
 
 
@@ -76,9 +77,7 @@ def _topology(gpus: list[int], status: dict[Pair, str], working: set[Pair], is_n
     node = Node(name=LOCAL_NODE, gpus=tuple(Gpu(index=gpu) for gpu in gpus))
     if not is_nvlink:
         return Topology(nodes=(node,), source=TITLE, sources={f"nodes.{LOCAL_NODE}.gpus": TITLE})
-    links = tuple(
-        Link(a=a, b=b, linked=(a, b) in working) for a, b in sorted(status) if a < b and (b, a) in status
-    )
+    links = tuple(Link(a=a, b=b, linked=(a, b) in working) for a, b in sorted(status) if a < b and (b, a) in status)
     whole = len(links) * 2 == len(gpus) * (len(gpus) - 1)
     found = tuple(
         Island(kind="nvlink", gpus=tuple(group), all_to_all=None if not whole else _complete(group, working))

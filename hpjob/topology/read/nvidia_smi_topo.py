@@ -12,11 +12,15 @@ from hpjob.topology.read.affinity import Affinity, expand_cpus, read_affinity
 from hpjob.topology.read.graph import Pair, all_linked, best_quads, islands, maximal_cliques
 from hpjob.topology.read.reading import LOCAL_NODE, Facts, Reader, Reading
 from hpjob.topology.read.text import Source
-from hpjob.topology.read.topo_matrix import PCIE_LEVELS, Matrix, find_matrix
+from hpjob.topology.read.topo_header import INDEXED, PCIE_LEVELS, TOPO_WORDS
+from hpjob.topology.read.topo_matrix import Matrix, find_matrix
 
 TITLE = "nvidia-smi topo -m"
 _PCIE_ONLY = re.compile(r"topo\s+(?:-i\s+\S+\s+)?(?:-mp|--matrix-pci|--matrix_pci)\b")
-_LEGEND = re.compile(r"^[\s#>*|-]*(NIC[0-9]{1,4})\s*(?:[:=(]|->|=>|→|-|is\b|\s)\s*[(:=]?\s*([A-Za-z][A-Za-z0-9_.:+-]*)")
+_LEGEND = re.compile(
+    r"\b(NIC[0-9]{1,4})[ \t]{0,40}(?:[:=(]|[-=]>|→|-|is\b|[ \t])[ \t]{0,40}[(:=]?[ \t]{0,8}"
+    r"((?=[A-Za-z_.:+-]{0,40}[0-9])[A-Za-z][A-Za-z0-9_.:+-]{1,63})"
+)
 _RAIL = re.compile(r"\brail\s*#?[:=]?\s*([0-9]{1,4})\b", re.I)
 _FAR = ("SYS", "SOC")
 _MANY_CPUS = 100
@@ -51,9 +55,9 @@ def read(source: Source) -> Reading:
         return Reading(kind="nvsmi_topo", facts={"gpus": None}, notes=("no matrix in this text",))
     gpus = matrix.gpu_columns or sorted(int(label[3:]) for label in matrix.rows if re.fullmatch(r"GPU[0-9]+", label))
     pairs = _read_pairs(matrix, gpus)
-    names, rails = _legend(source, matrix)
+    names, rails = _legend(matrix)
     affinity = read_affinity(matrix, [f"GPU{gpu}" for gpu in gpus])
-    hidden = _hides_nvlink(source, matrix)
+    hidden = _hides_nvlink(matrix)
     facts = _link_facts(gpus, pairs, hidden)
     near = _near_nics(matrix, gpus)
     facts |= _nic_facts(matrix, gpus, near, names, rails)
@@ -80,9 +84,9 @@ def _read_pairs(matrix: Matrix, gpus: list[int]) -> _Pairs:
     return pairs
 
 
-def _hides_nvlink(source: Source, matrix: Matrix) -> bool:
-    first = min((row.number for row in matrix.rows.values()), default=len(source.lines))
-    return any(_PCIE_ONLY.search(line) for line in source.lines[:first] if "topo" in line)
+def _hides_nvlink(matrix: Matrix) -> bool:
+    first = min((row.number for row in matrix.rows.values()), default=len(matrix.lines))
+    return any(_PCIE_ONLY.search(line) for line in matrix.lines[:first] if "topo" in line)
 
 
 def _link_facts(gpus: list[int], pairs: _Pairs, hidden: bool) -> Facts:
@@ -128,18 +132,20 @@ def _near_nics(matrix: Matrix, gpus: list[int]) -> dict[int, tuple[str, list[str
     return near
 
 
-def _legend(source: Source, matrix: Matrix) -> tuple[dict[str, str], dict[str, int]]:
+def _legend(matrix: Matrix) -> tuple[dict[str, str], dict[str, int]]:
     first = min((row.number for row in matrix.rows.values()), default=0)
     names: dict[str, str] = {}
     rails: dict[str, int] = {}
-    for line in source.lines[first : matrix.end]:
-        match = _LEGEND.match(line) if "NIC" in line and len(line) < 1000 else None
-        if match is None or match[2] in (*PCIE_LEVELS, "X", "Legend") or match[1] in names:
-            continue
-        names[match[1]] = match[2].rstrip(":.,-")
-        rail = _RAIL.search(line)
-        if rail:
-            rails[match[1]] = int(rail[1])
+    for line in matrix.lines[first:]:
+        entries = list(_LEGEND.finditer(line)) if "NIC" in line and len(line) < 4000 else []
+        ends = [entry.start() for entry in entries[1:]] + [len(line)]
+        for match, end in zip(entries, ends, strict=False):
+            if match[1] in names or TOPO_WORDS.words.fullmatch(match[2]) or INDEXED.fullmatch(match[2]):
+                continue
+            names[match[1]] = match[2].rstrip(":.,-")
+            rail = _RAIL.search(line, match.end(), end)
+            if rail:
+                rails[match[1]] = int(rail[1])
     return names, rails
 
 
@@ -246,7 +252,9 @@ def _nics(facts: Facts, gpus: list[int]) -> tuple[Nic, ...]:
         named = {rails[gpus.index(gpu)] for gpu in close} if rails else set()
         rail = named.pop() if len(named) == 1 else None
         found.append(
-            Nic(name=name, near_gpus=close if whole else None, rail=rail, rail_from="text" if rail is not None else None)
+            Nic(
+                name=name, near_gpus=close if whole else None, rail=rail, rail_from="text" if rail is not None else None
+            )
         )
     return tuple(found)
 

@@ -11,10 +11,13 @@ from hpjob.topology.read.affinity import read_affinity
 from hpjob.topology.read.graph import Pair, all_linked, islands
 from hpjob.topology.read.reading import LOCAL_NODE, Facts, Reader, Reading
 from hpjob.topology.read.text import Source
-from hpjob.topology.read.topo_matrix import PCIE_LEVELS, Matrix, Vocabulary, find_matrix
+from hpjob.topology.read.topo_header import PCIE_LEVELS, TOPO_WORDS, Vocabulary
+from hpjob.topology.read.topo_matrix import Matrix, find_matrix
 
 TITLE = "topology matrix of another vendor"
 _OTHER_LABEL = re.compile(r"\b(?:NPU|DCU|MLU|XPU|HPU|GCU|PPU|DEV|Device|Card|Phy-ID|GPU)[ _-]?([0-9]{1,4})\b", re.I)
+_LABEL_NEEDLES = ("GPU", "NPU", "DCU", "MLU", "XPU", "HPU", "GCU", "PPU", "DEV", "Device", "Card", "Phy-ID")
+_MAX_CANDIDATES = 4_096
 _BOX = re.compile(r"[│┃║|+┼╋╬├┤┌┐└┘─━═╔╗╚╝╠╣╦╩]")
 _CELL = re.compile(r"(?!N/A|GPU|NIC|CPU|NUMA)[A-Z][A-Z0-9_]{1,11}")
 _NO_LINK = ("NA", "NS", "U", "UNKNOWN", "NONE", "SELF", "OK", "CNS", "GNS", "TNS", "DR")
@@ -27,7 +30,7 @@ def confidence(source: Source) -> float:
         return 0.0
     plain = _normalised(source)
     word = _link_word(plain)
-    return 0.92 if word is not None and not re.fullmatch(r"NV[0-9]+|OK", word) else 0.0
+    return 0.92 if word is not None else 0.0
 
 
 def read(source: Source) -> Reading:
@@ -64,23 +67,39 @@ def read(source: Source) -> Reading:
 
 def _normalised(source: Source) -> Source:
     """Boxes become blanks, labels become GPUn; bounded to what a matrix may need."""
-    lines = [line for line in source.lines if len(line) < 20_000 and _OTHER_LABEL.search(line)][:4096]
-    keep = [line for line in source.lines if "ffinity" in line and len(line) < 20_000][:16]
-    chosen = lines if lines else keep
-    text = "\n".join(_OTHER_LABEL.sub(r"GPU\1", _BOX.sub(" ", line)) for line in chosen)
-    return Source("\n".join(_SELF_WORDS.sub("X", line, count=1) if " X" not in line and "\tX" not in line else line for line in text.split("\n")))
+    if "other vendor" in source.cache:
+        known: Source = source.cache["other vendor"]
+        return known
+    places: dict[int, str] = {}
+    for needle in _LABEL_NEEDLES:
+        places.update(place for place in source.lines_with(needle, _MAX_CANDIDATES) if len(place[1]) < 20_000)
+    chosen = [places[at] for at in sorted(places) if _OTHER_LABEL.search(places[at])][:4096]
+    source.cache["other vendor"] = Source("\n".join(map(_plain_line, chosen)))
+    plain: Source = source.cache["other vendor"]
+    return plain
+
+
+def _plain_line(line: str) -> str:
+    line = _OTHER_LABEL.sub(r"GPU\1", _BOX.sub(" ", line))
+    return line if " X" in line or "\tX" in line else _SELF_WORDS.sub("X", line, count=1)
 
 
 def _link_word(plain: Source) -> str | None:
-    """The most frequent word of the rows that is neither a PCIe level nor a word for none."""
+    """The most frequent word of the rows that is neither a PCIe level nor a word for none, seen at both ends of a pair.
+
+    A damaged or glued word of NVIDIA's tool is no word of another vendor.
+    """
     counts: Counter[str] = Counter()
     for line in plain.lines:
         words = line.split()
         if len(words) < 3 or not re.fullmatch(r"GPU[0-9]+", words[0]) or "X" not in words:
             continue
         counts.update(word for word in words[1:] if _CELL.fullmatch(word))
-    for word, _ in counts.most_common():
-        if word not in PCIE_LEVELS and word not in _NO_LINK and not re.fullmatch(r"NV[0-9]+", word):
+    if any(re.fullmatch(r"NV[0-9]+", word) for word in counts):
+        return None
+    for word, count in counts.most_common():
+        is_part = any(level.startswith(word) for level in PCIE_LEVELS)
+        if count > 1 and word not in _NO_LINK and not is_part and not TOPO_WORDS.words.fullmatch(word):
             return word
     return None
 

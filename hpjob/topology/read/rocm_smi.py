@@ -37,13 +37,19 @@ class _Table:
 
 def confidence(source: Source) -> float:
     """High when a title or a NUMA line of the tool is there."""
-    return 0.95 if _ANY.search(source.text) else 0.0
+    marks = ("rocm system", "between two gpus", "(topology)", " table")
+    return 0.95 if any(mark in source.lower for mark in marks) and _ANY.search(source.text) else 0.0
 
 
 def read(source: Source) -> Reading:
     """Read every table that is there; parts that the text lacks are null."""
     tables = _tables(source)
-    numa = {int(match[1]): int(match[2]) for line in source.lines if "opology" in line for match in _NUMA.finditer(line[:500])}
+    numa = {
+        int(match[1]): int(match[2])
+        for line in source.lines
+        if "opology" in line
+        for match in _NUMA.finditer(line[:500])
+    }
     labels = list(dict.fromkeys(label for table in tables.values() for label in table.columns))
     index = _indices(labels)
     gpus = sorted(set(index.values()) | set(numa))
@@ -125,7 +131,11 @@ def _pairs(table: _Table | None, index: dict[str, int]) -> dict[Pair, str]:
     return {
         (index[row], index[column]): cell
         for (row, column), cell in table.cells.items()
-        if row in index and column in index and row != column and _TYPE_WORD.fullmatch(cell) and cell not in ("N/A", "SELF")
+        if row in index
+        and column in index
+        and row != column
+        and _TYPE_WORD.fullmatch(cell)
+        and cell not in ("N/A", "SELF")
     }
 
 

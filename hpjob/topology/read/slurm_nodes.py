@@ -16,10 +16,21 @@ TITLE = "Slurm node records"
 _RECORD = re.compile(r"(?:^|(?<=\s))NodeName=(\S+)")
 _PAIR = re.compile(r"(?:^|(?<=\s))([A-Za-z]{2,24})=(\S*)")
 _GRES_GPU = re.compile(r"gpu(?::([A-Za-z][\w.-]*))?(?::([0-9]+))?(?:\(|,|$)")
-_SINFO_HEADER = re.compile(r"^\s*PARTITION\s+AVAIL.*NODELIST|^\s*NODELIST\s+NODES|^\s*HOSTNAMES\s", re.M)
+_SINFO_HEADER = re.compile(r"^[ \t]*(?:PARTITION[ \t]+AVAIL.*NODELIST|NODELIST[ \t]+NODES|HOSTNAMES[ \t])", re.M)
 _JSON_NODES = re.compile(r"\"(?:nodes|sinfo)\"\s*:\s*\[")
 MAX_GPUS = 64
-UNUSABLE = ("DOWN", "DRAIN", "DRAINED", "DRAINING", "FAIL", "FAILING", "MAINT", "NOT_RESPONDING", "POWERED_DOWN", "REBOOT")
+UNUSABLE = (
+    "DOWN",
+    "DRAIN",
+    "DRAINED",
+    "DRAINING",
+    "FAIL",
+    "FAILING",
+    "MAINT",
+    "NOT_RESPONDING",
+    "POWERED_DOWN",
+    "REBOOT",
+)
 
 
 @dataclass
@@ -35,11 +46,16 @@ def confidence(source: Source) -> float:
     """High when node records or a sinfo table are there."""
     if "NodeName=" in source.text and re.search(r"NodeName=\S+\s+(?:Arch=|CoresPerSocket=|Name=|State=)", source.text):
         return 0.92
-    if _SINFO_HEADER.search(source.text):
+    if ("NODELIST" in source.text or "HOSTNAMES" in source.text) and _SINFO_HEADER.search(source.text):
         return 0.9
-    if _JSON_NODES.search(source.text) and re.search(r"\"(?:gres|partitions|partition)\"\s*:", source.text):
+    has_json = '"nodes"' in source.text or '"sinfo"' in source.text
+    if (
+        has_json
+        and _JSON_NODES.search(source.text)
+        and re.search(r"\"(?:gres|partitions|partition)\"\s*:", source.text)
+    ):
         return 0.9
-    return 0.4 if _RECORD.search(source.text) else 0.0
+    return 0.4 if "NodeName=" in source.text and _RECORD.search(source.text) else 0.0
 
 
 def read(source: Source) -> Reading:
@@ -132,7 +148,9 @@ def _dicts(value: Any) -> list[dict[str, Any]]:
 
 
 def _strings(value: Any) -> list[str]:
-    return [str(item) for item in value] if isinstance(value, list) else ([str(value)] if isinstance(value, str) else [])
+    return (
+        [str(item) for item in value] if isinstance(value, list) else ([str(value)] if isinstance(value, str) else [])
+    )
 
 
 def _read_entry(entry: dict[str, Any], found: dict[str, _NodeFacts]) -> None:

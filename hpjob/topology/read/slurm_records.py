@@ -17,7 +17,9 @@ _KINDS: dict[str, RecordKind] = {
 }
 _PAIR = re.compile(r"(?<![A-Za-z0-9_])([A-Za-z]{4,20})=([^\s#]*)")
 _COMMENT = re.compile(r"(?:^|(?<=\s))#[^\n]*")
-_ORIGINAL = re.compile(r"^\s*#\s*([^\s=]{1,200})=(\S.{0,400}?)\s*$", re.M)
+_ORIGINAL = re.compile(r"^[ \t]*#[ \t]*([^\s=]{1,200})=(\S.{0,400})$", re.M)
+_KEY = re.compile(r"(?:Name|Block|Nodes|Switches|Level|Speed|Size|Sizes|Index)=|^\s*#", re.I)
+_ELISION_MARKS = (".", "…")
 _OPEN_LIST = re.compile(r"(\[[0-9,-]*)\n[ \t]*([0-9,-]+\])")
 _PYSLURM = re.compile(r"u?['\"]([^'\"]{1,200})['\"]\s*:\s*\{([^{}]{0,2000000})(\}?)")
 _END_MARKS = " \t\n.…"
@@ -51,6 +53,20 @@ class Records:
     names_cut: int = 0
 
 
+def relevant_lines(lines: list[str]) -> str:
+    """The lines that hold a key of a record or a comment, with the rest of a list that was wrapped."""
+    kept: list[str] = []
+    is_open = False
+    for line in lines:
+        if is_open or ("=" in line and _KEY.search(line)) or line.lstrip()[:1] in _ELISION_MARKS:
+            kept.append(line)
+            is_open = line.count("[") > line.count("]") and not is_open
+        elif line.strip():
+            is_open = False
+            kept.append("")
+    return "\n".join(kept)
+
+
 def line_records(text: str) -> Records:
     """Read ``Key=value`` records of ``scontrol show topology`` and topology.conf, in any order of keys."""
     plain = _COMMENT.sub("", text).replace("\\\n", " ")
@@ -70,7 +86,7 @@ def line_records(text: str) -> Records:
     if pairs and current is not None and not plain[pairs[-1].end() :].strip(_END_MARKS).count("\n"):
         _mark_end(found, current, plain, pairs[-1])
     names = {record.name for record in found.items}
-    found.original_names = {m[1]: m[2] for m in _ORIGINAL.finditer(text) if m[1] in names}
+    found.original_names = {m[1]: m[2].rstrip() for m in _ORIGINAL.finditer(text) if m[1] in names}
     return found
 
 
@@ -128,7 +144,9 @@ def _field_number(body: str, key: str) -> int | None:
 
 
 def _field_list(body: str, key: str) -> str | None:
-    match = re.search(rf"['\"]{key}['\"]\s*:\s*(?:\[([^\n]*?)(?:\]\s*(?:,\s*u?['\"]|$)|\s*\Z)|u?['\"]([^'\"]*)['\"])", body)
+    match = re.search(
+        rf"['\"]{key}['\"]\s*:\s*(?:\[([^\n]*?)(?:\]\s*(?:,\s*u?['\"]|$)|\s*\Z)|u?['\"]([^'\"]*)['\"])", body
+    )
     if match is None:
         return None
     if match[1] is None:

@@ -5,69 +5,58 @@ from __future__ import annotations
 import re
 from collections import Counter
 
-from hpjob.topology.model import Block, Node, Switch, Topology
 from hpjob.topology.read.reading import Facts, Reader, Reading
 from hpjob.topology.read.slurm_addr import looks_like_addr, read_addr
-from hpjob.topology.read.slurm_hostlist import expand_hosts
-from hpjob.topology.read.slurm_records import Record, Records, line_records, pyslurm_records
+from hpjob.topology.read.slurm_canonical import TITLE, Expander, heights, slurm_topology, whole_children
+from hpjob.topology.read.slurm_records import Record, Records, line_records, pyslurm_records, relevant_lines
 from hpjob.topology.read.slurm_yaml import YamlTopologies, looks_like_yaml, yaml_topologies
 from hpjob.topology.read.text import Source
 
-TITLE = "Slurm topology"
 MAX_RING = 16
-_RECORD = re.compile(r"(?:Switch|Block|Ring|Torus)Name=|AggregatedBlock=|BlockSizes=", re.I)
 _GUID_NODES = re.compile(r"SwitchName=\S+\s+Nodes=0x[0-9a-f]{12,16}(?:[,\s]|$)", re.I)
 _PYSLURM_MARK = re.compile(r"['\"]link_speed['\"]")
-_NO_TOPOLOGY = re.compile(r"no topology information available", re.I)
+_MARKS = ("switchname=", "blockname=", "ringname=", "torusname=", "aggregatedblock=", "blocksizes=")
+_NO_TOPOLOGY = "no topology information available"
 _PLUGIN_LINE = re.compile(r"TopologyPlugin\s*=\s*topology/(\w+)")
-
-
-class _Expander:
-    """Expands each distinct list once."""
-
-    def __init__(self) -> None:
-        self._known: dict[str, list[str] | None] = {}
-
-    def __call__(self, text: str | None) -> list[str] | None:
-        if text is None:
-            return None
-        if text not in self._known:
-            self._known[text] = expand_hosts(text)
-        return self._known[text]
 
 
 def confidence(source: Source) -> float:
     """High when records of switches, blocks, rings or an address are there."""
     text = source.text
+    lower = source.lower
     if "SwitchName=" in text and _GUID_NODES.search(text):
         return 0.3
-    if _RECORD.search(text) or looks_like_addr(text):
+    if has_records(source) or looks_like_addr(text) or looks_like_yaml(text):
         return 0.93
-    if looks_like_yaml(text):
-        return 0.93
-    if _PYSLURM_MARK.search(text) and "switches" in text:
+    if "link_speed" in text and "switches" in text and _PYSLURM_MARK.search(text):
         return 0.9
-    return 0.8 if _NO_TOPOLOGY.search(text) else (0.6 if _PLUGIN_LINE.search(text) else 0.0)
+    return 0.8 if _NO_TOPOLOGY in lower else (0.6 if "topologyplugin" in lower and _PLUGIN_LINE.search(text) else 0.0)
+
+
+def has_records(source: Source) -> bool:
+    """Whether a record or a line of block sizes is there."""
+    return any(mark in source.lower for mark in _MARKS)
 
 
 def read(source: Source) -> Reading:
     """Read whichever form the text has."""
     text = source.text
-    if looks_like_addr(text) and not re.search(r"(?:Switch|Block)Name=", text):
+    records_there = has_records(source)
+    if looks_like_addr(text) and not records_there:
         return read_addr(text)
     yaml_file = None
-    if not _RECORD.search(text) and looks_like_yaml(text):
+    if not records_there and looks_like_yaml(text):
         yaml_file = yaml_topologies(text)
         records = yaml_file.records
-    elif not _RECORD.search(text) and _PYSLURM_MARK.search(text):
+    elif not records_there and _PYSLURM_MARK.search(text):
         records = pyslurm_records(text)
     else:
-        records = line_records(text)
+        records = line_records(relevant_lines(source.lines))
     return _reading(records, yaml_file, text)
 
 
 def _reading(records: Records, yaml_file: YamlTopologies | None, text: str) -> Reading:
-    expand = _Expander()
+    expand = Expander()
     by_kind = _by_kind(records)
     notes: list[str] = []
     snapshots, blocks = _last_snapshot(records)
@@ -87,7 +76,7 @@ def _reading(records: Records, yaml_file: YamlTopologies | None, text: str) -> R
         notes.append("the text ends inside a record; what it lacks is not seen")
     if yaml_file is not None and not yaml_file.whole:
         notes.append("the YAML is damaged; only what still loads was read")
-    topology = _topology(by_kind, expand, notes, facts)
+    topology = slurm_topology(by_kind, expand, notes, is_flat=facts["plugin"] == "flat")
     return Reading(kind="slurm", facts=facts, topology=topology, notes=tuple(notes))
 
 
@@ -136,17 +125,25 @@ def _plugin(by_kind: dict[str, list[Record]], yaml_file: YamlTopologies | None, 
         return {"none": "flat", "default": "flat", "3d_torus": "torus3d"}.get(named[1], named[1])
     if re.search(r"BlockSizes=", text, re.I):
         return "block"
-    return "flat" if _NO_TOPOLOGY.search(text) else None
+    return "flat" if _NO_TOPOLOGY in text.lower() else None
 
 
-def _tree_facts(switches: list[Record], printed: bool, expand: _Expander) -> Facts:
-    names = ("switches", "switches_by_level", "roots", "children_of_switch", "undefined_children", "nodes_per_leaf", "link_speed")
+def _tree_facts(switches: list[Record], printed: bool, expand: Expander) -> Facts:
+    names = (
+        "switches",
+        "switches_by_level",
+        "roots",
+        "children_of_switch",
+        "undefined_children",
+        "nodes_per_leaf",
+        "link_speed",
+    )
     if not switches:
         return dict.fromkeys(names)
     defined = {record.name for record in switches}
     children = {record.name: expand(record.children) for record in switches}
     levels = {r.name: r.level for r in switches} if printed else heights({n: c or [] for n, c in children.items()})
-    named = {child for record in switches for child in _whole_children(record, children[record.name])}
+    named = {child for record in switches for child in whole_children(record, children[record.name])}
     counts = Counter(level for level in levels.values() if level is not None)
     parents = [r for r in switches if r.children is not None or (r.cut and (r.level or 0) > 0)]
     leaves = [r for r in switches if levels[r.name] == 0 and (r.nodes is not None or r.cut)]
@@ -162,31 +159,7 @@ def _tree_facts(switches: list[Record], printed: bool, expand: _Expander) -> Fac
     }
 
 
-def _whole_children(record: Record, children: list[str] | None) -> list[str]:
-    """The last name of a cut list may be a part of a name."""
-    return (children or [])[: -1 if record.cut else None]
-
-
-def heights(children: dict[str, list[str]]) -> dict[str, int]:
-    """Height of every switch above the leaves: 0 without children, else one more than the highest child."""
-    found: dict[str, int] = {}
-    for start in children:
-        stack = [start]
-        open_names = {start}
-        while stack:
-            name = stack[-1]
-            waiting = [c for c in children[name] if c in children and c not in found and c not in open_names]
-            if waiting:
-                stack.append(waiting[0])
-                open_names.add(waiting[0])
-                continue
-            below = [found[c] for c in children[name] if c in found]
-            found.setdefault(name, 1 + max(below, default=-1) if below else int(bool(children[name])))
-            stack.pop()
-    return found
-
-
-def _count_nodes(by_kind: dict[str, list[Record]], expand: _Expander) -> int | None:
+def _count_nodes(by_kind: dict[str, list[Record]], expand: Expander) -> int | None:
     seen: set[str] = set()
     for group in by_kind.values():
         whole = {record.nodes for record in group if record.nodes is not None and not record.cut}
@@ -198,18 +171,20 @@ def _count_nodes(by_kind: dict[str, list[Record]], expand: _Expander) -> int | N
     return len(seen) or None
 
 
-def _size(record: Record, expand: _Expander) -> int | None:
+def _size(record: Record, expand: Expander) -> int | None:
     names = None if record.cut else expand(record.nodes)
     return None if names is None else len(names)
 
 
 def _block_facts(
-    by_kind: dict[str, list[Record]], records: Records, yaml_file: YamlTopologies | None, expand: _Expander
+    by_kind: dict[str, list[Record]], records: Records, yaml_file: YamlTopologies | None, expand: Expander
 ) -> Facts:
     blocks = by_kind["block"]
     sizes = records.block_sizes
     if yaml_file is not None:
-        sizes = next((yaml_file.sizes[name] for name in [*yaml_file.defaults, *yaml_file.sizes] if name in yaml_file.sizes), None)
+        sizes = next(
+            (yaml_file.sizes[name] for name in [*yaml_file.defaults, *yaml_file.sizes] if name in yaml_file.sizes), None
+        )
     printed = [record.size for record in blocks if record.size is not None]
     return {
         "blocks": {record.name: _size(record, expand) for record in blocks} if blocks else None,
@@ -219,7 +194,7 @@ def _block_facts(
     }
 
 
-def _ring_facts(by_kind: dict[str, list[Record]], yaml_file: YamlTopologies | None, expand: _Expander) -> Facts:
+def _ring_facts(by_kind: dict[str, list[Record]], yaml_file: YamlTopologies | None, expand: Expander) -> Facts:
     torus = {}
     for record in by_kind["torus"]:
         shape = yaml_file.toruses.get(record.name) if yaml_file else None
@@ -232,7 +207,7 @@ def _ring_facts(by_kind: dict[str, list[Record]], yaml_file: YamlTopologies | No
     return {"rings": rings or None, "torus": torus or None}
 
 
-def _topologies(records: Records, yaml_file: YamlTopologies | None, expand: _Expander) -> Facts | None:
+def _topologies(records: Records, yaml_file: YamlTopologies | None, expand: Expander) -> Facts | None:
     if yaml_file is None:
         return None
     default = yaml_file.defaults[0] if yaml_file.defaults else None
@@ -261,37 +236,6 @@ def _violations(facts: Facts, printed: bool, yaml_file: YamlTopologies | None, n
             broken.append(f"ring {name} has {size} nodes, more than {MAX_RING}")
     notes.extend(dict.fromkeys(broken))
     return broken
-
-
-def _topology(by_kind: dict[str, list[Record]], expand: _Expander, notes: list[str], facts: Facts) -> Topology:
-    switches = by_kind["switch"]
-    children = {record.name: _whole_children(record, expand(record.children)) for record in switches}
-    levels = heights(children)
-    found_switches = tuple(
-        Switch(
-            name=record.name,
-            level=record.level if record.level is not None else levels[record.name],
-            nodes=() if children[record.name] else tuple(dict.fromkeys(expand(record.nodes) or ())),
-            switches=tuple(children[record.name]),
-        )
-        for record in switches
-    )
-    blocks = tuple(
-        Block(name=record.name, nodes=tuple(expand(record.nodes) or ())) for record in by_kind["block"] if _size(record, expand)
-    )
-    names: dict[str, None] = {}
-    for group in by_kind.values():
-        for record in group:
-            names.update(dict.fromkeys(expand(record.nodes) or ()))
-    sources = {key: TITLE for key, there in (("switches", switches), ("blocks", blocks)) if there}
-    return Topology(
-        nodes=tuple(Node(name=name) for name in names),
-        switches=found_switches if switches else (() if facts["plugin"] == "flat" else None),
-        blocks=blocks if by_kind["block"] else None,
-        source=TITLE,
-        notes=tuple(notes),
-        sources=sources,
-    )
 
 
 READER = Reader(kind="slurm", title=TITLE, confidence=confidence, read=read)

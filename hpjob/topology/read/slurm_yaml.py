@@ -74,7 +74,7 @@ def _load(text: str, found: YamlTopologies) -> Any:
             if any(isinstance(event, yaml.AliasEvent) for event in yaml.parse(body, Loader=_Loader)):
                 found.whole = False
                 return None
-            return yaml.load(body, Loader=_Loader)  # noqa: S506 - a safe loader
+            return yaml.load(body, Loader=_Loader)
         except (yaml.YAMLError, ValueError, RecursionError):
             found.whole = False
             lines = lines[:-step]
@@ -95,7 +95,9 @@ def _read_entry(entry: dict[Any, Any], found: YamlTopologies) -> None:
         return
     sizes = body.get("block_sizes")
     if isinstance(sizes, (list, int)):
-        found.sizes[name] = [int(size) for size in (sizes if isinstance(sizes, list) else [sizes]) if isinstance(size, int)]
+        found.sizes[name] = [
+            int(size) for size in (sizes if isinstance(sizes, list) else [sizes]) if isinstance(size, int)
+        ]
     if plugin in _LISTS:
         key, kind, names = _LISTS[plugin]
         items = body.get(key)

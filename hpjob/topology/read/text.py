@@ -7,22 +7,33 @@ holds it is known by no reader and counts as not seen.
 from __future__ import annotations
 
 import re
+from collections.abc import Iterator
 from functools import cached_property
+from typing import Any
 
-_BOMS = ((b"\xff\xfe\x00\x00", "utf-32"), (b"\xef\xbb\xbf", "utf-8-sig"), (b"\xff\xfe", "utf-16"), (b"\xfe\xff", "utf-16"))
-_TERMINAL_CODE = re.compile(
-    r"\x1b\[[0-?]*[ -/]*[@-~]"  # colours, underline, cursor
-    r"|\x1b\][^\x07\x1b\n]*(?:\x07|\x1b\\)"  # window title
-    r"|\x1b[()][0-9A-B]"  # character set
-    r"|(?:\^\[|\\e|\\033|\\x1b|\\u001b)\[[0-9;]*m"  # written out by a logger
-    r"|\[[0-9]{0,3}(?:;[0-9]{1,3}){0,4}m(?![a-z])"  # the escape byte was lost in a paste
+_BOMS = (
+    (b"\xff\xfe\x00\x00", "utf-32"),
+    (b"\xef\xbb\xbf", "utf-8-sig"),
+    (b"\xff\xfe", "utf-16"),
+    (b"\xfe\xff", "utf-16"),
 )
-_DROPPED = dict.fromkeys(map(ord, "\x00\x0e\x0f\x7f\u200b\u200c\u200d\u2060\ufeff"))
-_BLANKS = dict.fromkeys(map(ord, "\u00a0\u2002\u2003\u2007\u2009\u202f\u3000"), " ")
-_NEWLINES = dict.fromkeys(map(ord, "\x0b\x0c\u2028\u2029\x85"), "\n")
-_CONTROL = {code: "\ufffd" for code in range(32) if chr(code) not in "\t\n"} | {code: "\ufffd" for code in range(0x80, 0xA0)}
-_TRANSLATION = {**_CONTROL, **_DROPPED, **_BLANKS, **_NEWLINES}
-
+_ESCAPE = re.compile(
+    r"\x1b(?:\[[0-?]{0,64}[ -/]{0,8}[@-~]"  # colours, underline, cursor
+    r"|\][^\x07\x1b\n]{0,400}(?:\x07|\x1b\\)"  # window title
+    r"|[()][0-9A-B])"  # character set
+)
+_WRITTEN_OUT = re.compile(r"(?:\^\[|\\e|\\033|\\x1b|\\u001b)\[[0-9;]{0,20}m")
+_RESIDUE = re.compile(r"\[[0-9]{0,3}(?:;[0-9]{1,3}){0,4}m(?![a-z])")
+"""A colour code that lost its escape byte in a paste."""
+_EMPTY_LINES = re.compile(r"\n(?:[ \t]*\n){3,}")
+_DELETED = bytes([0x00, 0x0E, 0x0F, 0x7F])
+_CONTROL = bytes(0xFF if code < 32 and code not in (9, 10) else code for code in range(256))
+"""Maps control bytes to one that is no UTF-8, which decodes to U+FFFD."""
+_REPLACED = (
+    *((mark, "") for mark in "\u200b\u200c\u200d\u2060\ufeff"),
+    *((mark, " ") for mark in "\u00a0\u2002\u2003\u2007\u2009\u202f\u3000"),
+    *((mark, "\n") for mark in "\u2028\u2029\x85"),
+)
 MAX_LINE = 2_000_000
 """Characters; a longer line is no line of any tool that prints tables."""
 
@@ -32,6 +43,8 @@ class Source:
 
     def __init__(self, text: str) -> None:
         self.text = clean(text)
+        self.cache: dict[object, Any] = {}
+        """What readers computed for this text and may ask for again."""
 
     @cached_property
     def lines(self) -> list[str]:
@@ -39,9 +52,21 @@ class Source:
         return [line if len(line) <= MAX_LINE else "" for line in self.text.split("\n")]
 
     @cached_property
-    def head(self) -> str:
-        """The beginning, where the tools name themselves."""
-        return self.text[:20_000]
+    def lower(self) -> str:
+        """The text in lower case, for quick looks."""
+        return self.text.lower()
+
+    def lines_with(self, needle: str, limit: int) -> Iterator[tuple[int, str]]:
+        """Lines that hold ``needle`` with the place where each begins, at most ``limit`` of them."""
+        at = self.text.find(needle)
+        while at >= 0 and limit > 0:
+            begin = self.text.rfind("\n", 0, at) + 1
+            end = self.text.find("\n", at)
+            end = len(self.text) if end < 0 else end
+            if end - begin <= MAX_LINE:
+                yield begin, self.text[begin:end]
+            limit -= 1
+            at = self.text.find(needle, end)
 
 
 def decode(data: bytes) -> str:
@@ -57,12 +82,22 @@ def decode(data: bytes) -> str:
 
 
 def clean(text: str) -> str:
-    """Return ``text`` with ``\\n`` line ends and without terminal codes or invisible characters."""
-    if "\r" in text:
-        text = text.replace("\r\n", "\n").replace("\r", "\n")
-    if "\x1b" in text or "[" in text:
-        text = _TERMINAL_CODE.sub("", text)
-    return text if text.isascii() and text.isprintable() else text.translate(_TRANSLATION)
+    """Return ``text`` without terminal codes, invisible characters, odd line ends and long gaps of empty lines."""
+    for end in ("\r\n", "\r", "\x0b", "\x0c"):
+        if end in text:
+            text = text.replace(end, "\n")
+    if "\x1b" in text:
+        text = _ESCAPE.sub("", _ESCAPE.sub("", text))  # one code may stand inside another
+    if "[" in text:
+        if "^[[" in text or "\\" in text:
+            text = _WRITTEN_OUT.sub("", text)
+        text = _RESIDUE.sub("", text)
+    data = text.encode("utf-8", errors="replace").translate(_CONTROL, _DELETED)
+    text = data.decode("utf-8", errors="replace")
+    if not text.isascii():
+        for mark, replacement in _REPLACED:
+            text = text.replace(mark, replacement)
+    return _EMPTY_LINES.sub("\n\n\n", text)
 
 
 def by_number(names: list[str]) -> list[str]:

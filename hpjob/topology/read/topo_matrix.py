@@ -11,39 +11,26 @@ from collections import Counter
 from dataclasses import dataclass, field
 
 from hpjob.topology.read.text import Source, is_cut_mark
-
-PCIE_LEVELS = ("PIX", "PXB", "PHB", "NODE", "SYS", "SOC")
-"""From near to far; SOC is what old drivers call SYS."""
-
-_GPU = re.compile(r"GPU([0-9]{1,4})")
-_INDEXED = re.compile(r"(?:GPU|NIC)[0-9]{1,4}")
-_DEVICE = re.compile(r"[A-Za-z][A-Za-z0-9.:+-]*_?[A-Za-z_0-9.:+-]*[0-9][A-Za-z_0-9.:+-]*")
-_TWO_DEVICES = re.compile(r"(mlx[0-9]+_[0-9]+)(?=mlx)")
-_AFFINITY = (
-    ("gpu_numa", re.compile(r"GPU\s*NUMA\s*ID", re.I)),
-    ("cpu", re.compile(r"CPU\s*Affinity", re.I)),
-    ("numa", re.compile(r"(?:NUMA|Node)\s*Affinity", re.I)),
+from hpjob.topology.read.topo_header import (
+    DEVICE,
+    GPU,
+    INDEXED,
+    MAX_COLUMNS,
+    TOPO_WORDS,
+    Header,
+    Vocabulary,
+    parse_header,
+    split_header,
 )
-_HEADER_LEFTOVER = re.compile(r"(?:C|CP|CPU|N|NU|NUM|NUMA|Node|G|GP|GPU|I|ID|A[a-z]{0,7})", re.I)
+
 _STOPS_CELLS = re.compile(r"[0-9<#(/-]|N/A")
+_HAS_WORD = re.compile(r"[A-Za-z0-9]")
+_MAX_CANDIDATES = 20_000
+_BEFORE = 8_000
+_BEHIND = 4_000_000
+_MAX_LINES = 8_000
 ELLIPSIS = re.compile(r"\.\.\.|…|\[?snip|\[?truncated", re.I)
 _MAY_MATTER = re.compile("GPU|NIC|mlx|X|SYS|NODE|PIX|PXB|PHB|Affinity|OK|NS")
-MAX_COLUMNS = 2048
-Header = tuple[list[str], list[str]]
-"""Labels of the columns, names of the affinity columns."""
-
-
-class Vocabulary:
-    """The words that a cell may hold."""
-
-    def __init__(self, *words: str) -> None:
-        word = f"(?:{'|'.join(words)})"
-        self.word = re.compile(word)
-        self.words = re.compile(f"{word}+")
-        self.glued_row = re.compile(rf"((?:GPU|NIC)[0-9]{{1,4}})({word}+)")
-
-
-TOPO_WORDS = Vocabulary("X", "NV[0-9]{1,2}", *PCIE_LEVELS)
 
 
 @dataclass
@@ -74,8 +61,8 @@ class Matrix:
     """Names of the columns behind the cells: cpu, numa, gpu_numa, in the order printed."""
     rows: dict[str, Row]
     header_seen: bool
-    end: int
-    """Number of the line behind the matrix."""
+    lines: list[str]
+    """Lines before, of and behind the matrix, up to the next one; rows number into it."""
     ends_text: bool
     """Nothing but marks of an elision follows the last row."""
     notes: list[str] = field(default_factory=list)
@@ -83,14 +70,14 @@ class Matrix:
     @property
     def gpu_columns(self) -> list[int]:
         """GPU indices in the order of the columns, rows without a column last."""
-        found = [int(match[1]) for label in self.columns if (match := _GPU.fullmatch(label))]
+        found = [int(match[1]) for label in self.columns if (match := GPU.fullmatch(label))]
         return found
 
     @property
     def nic_columns(self) -> list[str]:
         """Labels of NICs in the order of the columns, else of the rows."""
-        nics = [label for label in self.columns if not _GPU.fullmatch(label)]
-        return nics or [label for label in self.rows if not _GPU.fullmatch(label)]
+        nics = [label for label in self.columns if not GPU.fullmatch(label)]
+        return nics or [label for label in self.rows if not GPU.fullmatch(label)]
 
     def cell(self, row: str, column: str) -> str | None:
         """Return what ``row`` shows for ``column``, or None where it cannot be told."""
@@ -104,70 +91,25 @@ class Matrix:
         self._index = {label: position for position, label in enumerate(self.columns)}
 
 
-def parse_header(line: str, words: Vocabulary = TOPO_WORDS) -> Header | None:
-    """Return the column labels and affinity columns of a header line, or None when it is none."""
-    if "GPU" not in line or len(line) > 40_000:
-        return None
-    text = line.replace("|", " ")
-    begin = text.find("GPU0") if "GPU0" in text else text.find("GPU")
-    labels, affinity, leftover = _split_header(text[begin:], words)
-    prefix = text[:begin].split()
-    if not any(_GPU.fullmatch(label) for label in labels) or any(words.word.fullmatch(word) for word in leftover):
-        return None
-    if any(not _HEADER_LEFTOVER.fullmatch(word) for word in leftover) and not affinity:
-        return None
-    if any(words.words.fullmatch(word) for word in prefix) or len(labels) > MAX_COLUMNS:
-        return None
-    before = [word for word in prefix if _INDEXED.fullmatch(word)]
-    return [*before, *labels], affinity
-
-
-def _split_header(text: str, words: Vocabulary) -> tuple[list[str], list[str], list[str]]:
-    found: list[tuple[int, str]] = []
-    for name, pattern in _AFFINITY:
-        match = pattern.search(text)
-        if match:
-            found.append((match.start(), name))
-            text = text[: match.start()] + " " * (match.end() - match.start()) + text[match.end() :]
-    labels: list[str] = []
-    leftover: list[str] = []
-    limit = min((start for start, _ in found), default=len(text))
-    for match in re.finditer(r"\S+", text):
-        pieces = _label_pieces(match[0], words)
-        if pieces and match.start() < limit:
-            labels.extend(pieces)
-        else:
-            leftover.append(match[0])
-    return labels, [name for _, name in sorted(found)], leftover
-
-
-def _label_pieces(word: str, words: Vocabulary) -> list[str]:
-    indexed = _INDEXED.findall(word)
-    if indexed and "".join(indexed) == word:
-        return list(indexed)
-    if words.words.fullmatch(word):
-        return []
-    pieces = _TWO_DEVICES.sub(r"\1 ", word).split()
-    return pieces if all(_DEVICE.fullmatch(piece) for piece in pieces) else []
-
-
 def parse_row(line: str, number: int, known: set[str], words: Vocabulary = TOPO_WORDS) -> Row | None:
     """Read a row: a label followed by at least one cell."""
     if len(line) > 40_000:
         return None
     spans = _spans(line)
     for position, (word, start, end) in enumerate(spans[:12]):
-        label = word.rstrip(":")
+        label = word.rstrip(":").replace("\ufffd", "")
         glued = words.glued_row.fullmatch(word)
         if glued:
             inner = [(glued[2], start + len(glued[1]), end), *spans[position + 1 :]]
             return _cells(glued[1], line, number, start, inner, words)
-        indexed = bool(_INDEXED.fullmatch(label))
-        if not (indexed or label in known or _DEVICE.fullmatch(label)):
+        indexed = bool(INDEXED.fullmatch(label))
+        if not (indexed or label in known or DEVICE.fullmatch(label)):
             continue
         following = [bool(words.words.fullmatch(w)) for w, _, _ in spans[position + 1 : position + 3]]
         if following[:1] == [True] or (indexed and following[1:] == [True]):
             return _cells(label, line, number, start, spans[position + 1 :], words)
+        if indexed and position + 1 < len(spans) and INDEXED.fullmatch(spans[position + 1][0]):
+            return None  # two labels in a row: a header, perhaps with the rest of a row glued to it
     return None
 
 
@@ -189,6 +131,8 @@ def _cells(
         elif ELLIPSIS.match(word):
             elided = True
             break
+        elif not _HAS_WORD.search(word) and not _STOPS_CELLS.match(word):
+            continue
         elif _STOPS_CELLS.match(word) or len(cells) > MAX_COLUMNS:
             break
         else:
@@ -204,13 +148,33 @@ def _cells(
 
 def find_matrix(source: Source, words: Vocabulary = TOPO_WORDS) -> Matrix | None:
     """Return the first matrix of the text, or None when no row of one is there."""
-    lines = source.lines
+    key = ("matrix", words.word.pattern)
+    if key not in source.cache:
+        source.cache[key] = _find_matrix(source, words)
+    found: Matrix | None = source.cache[key]
+    return found
+
+
+def _window(source: Source, words: Vocabulary) -> tuple[list[str], bool]:
+    """The lines around the first row or header, and whether they reach the end of the text."""
+    for needle in ("GPU", "NIC", "mlx"):
+        for begin, line in source.lines_with(needle, _MAX_CANDIDATES):
+            if parse_row(line, 0, set(), words) or parse_header(line, words):
+                start = source.text.rfind("\n", 0, max(0, begin - _BEFORE)) + 1
+                lines = source.text[start : begin + _BEHIND].split("\n")
+                whole = len(source.text) <= begin + _BEHIND and len(lines) <= _MAX_LINES
+                return lines[:_MAX_LINES], whole
+    return [], True
+
+
+def _find_matrix(source: Source, words: Vocabulary) -> Matrix | None:
+    lines, to_end = _window(source, words)
     header: Header | None = None
     rows: dict[str, Row] = {}
     notes: list[str] = []
     end = len(lines)
     for number, line in enumerate(lines):
-        if not _MAY_MATTER.search(line):
+        if len(line) > 40_000 or not _MAY_MATTER.search(line):
             continue
         row = parse_row(line, number, set(header[0]) if header else set(), words)
         if row is not None:
@@ -230,23 +194,21 @@ def find_matrix(source: Source, words: Vocabulary = TOPO_WORDS) -> Matrix | None
             break
     if header is None and not rows:
         return None
-    return _assemble(header, rows, source, end, notes)
+    return _assemble(header, rows, lines, end, to_end, notes)
 
 
-def _add_row(
-    rows: dict[str, Row], row: Row, header: Header | None, notes: list[str]
-) -> None:
+def _add_row(rows: dict[str, Row], row: Row, header: Header | None, notes: list[str]) -> None:
     if row.label in rows:
         if row.cells != rows[row.label].cells:
             notes.append(f"row {row.label} stands twice with other cells; the first one was read")
         return
-    if not _INDEXED.fullmatch(row.label) and not (header and row.label in header[0]) and row.cells.count("X") != 1:
+    if not INDEXED.fullmatch(row.label) and not (header and row.label in header[0]) and row.cells.count("X") != 1:
         return
     rows[row.label] = row
 
 
 def _joined_header(header: Header, line: str, words: Vocabulary) -> Header:
-    labels, affinity, leftover = _split_header(line.replace("|", " "), words)
+    labels, affinity, leftover = split_header(line.replace("|", " "), words)
     if leftover or not (labels or affinity) or set(labels) & set(header[0]):
         return header
     return [*header[0], *labels], [*header[1], *affinity]
@@ -254,7 +216,7 @@ def _joined_header(header: Header, line: str, words: Vocabulary) -> Header:
 
 def _continue_row(row: Row, line: str, number: int, width: int, words: Vocabulary) -> None:
     """Append the wrapped rest of a row: a line that begins with a cell."""
-    spans = _spans(line)
+    spans = _spans(line) if len(line) < 40_000 else []
     if number != row.number + 1 or len(row.cells) >= width or not spans or not words.words.fullmatch(spans[0][0]):
         return
     rest = _cells(row.label, line, number, row.start, spans, words)
@@ -264,23 +226,26 @@ def _continue_row(row: Row, line: str, number: int, width: int, words: Vocabular
 
 
 def _assemble(
-    header: Header | None, rows: dict[str, Row], source: Source, end: int, notes: list[str]
+    header: Header | None, rows: dict[str, Row], lines: list[str], end: int, to_end: bool, notes: list[str]
 ) -> Matrix:
     last = max((row.number for row in rows.values()), default=-1)
-    behind = source.lines[last + 1 : end] if rows else []
-    ends_text = end == len(source.lines) and all(not line.strip() or is_cut_mark(line) for line in behind)
+    behind = lines[last + 1 : end] if rows else []
+    ends_text = to_end and end == len(lines) and all(not line.strip() or is_cut_mark(line) for line in behind)
     columns = list(dict.fromkeys(header[0])) if header else _columns_by_position(rows)
     affinity = header[1] if header else ["cpu", "numa", "gpu_numa"]
-    matrix = Matrix(columns, affinity, rows, header is not None, end, ends_text, notes)
+    matrix = Matrix(columns, affinity, rows, header is not None, lines[:end], ends_text, notes)
     _distrust(matrix, last)
     return matrix
 
 
 def _columns_by_position(rows: dict[str, Row]) -> list[str]:
-    gpu_rows = {label: row for label, row in rows.items() if _GPU.fullmatch(label)}
+    gpu_rows = {label: row for label, row in rows.items() if GPU.fullmatch(label)}
     width = max((len(row.cells) for row in rows.values()), default=0)
     gpus = max((int(label[3:]) + 1 for label in gpu_rows), default=0)
+    usual = Counter(len(row.cells) for row in gpu_rows.values()).most_common(1)
     for row in gpu_rows.values():
+        if len(row.cells) != usual[0][0]:
+            continue
         marks = [at for at, cell in enumerate(row.cells) if cell == "X" or (cell or "").startswith("NV")]
         gpus = max(gpus, max(marks, default=-1) + 1)
     gpus = min(gpus, MAX_COLUMNS)
@@ -308,6 +273,21 @@ def _distrust(matrix: Matrix, last: int) -> None:
         elif len(row.cells) < min(usual, len(matrix.columns)) and not (is_last or row.elided):
             matrix.notes.append(f"row {row.label} is shorter than the others; cells behind its X were not used")
             row.cells = row.cells[: own + 1] if own is not None and own < len(row.cells) else []
-        if is_last and row.cells and len(row.cells) < len(matrix.columns) and re.fullmatch(r"NV[0-9]", row.cells[-1] or ""):
-            if row.tail == len(row.line.rstrip()):
-                row.cells[-1] = None
+        _forget_behind_damage(row, own, len(matrix.columns) if matrix.header_seen else None)
+        if is_last and _may_be_cut(row, len(matrix.columns)):
+            row.cells[-1] = None
+
+
+def _forget_behind_damage(row: Row, own: int | None, width: int | None) -> None:
+    """A word that no reader knows may be a cell or something between two: what follows is placed only in a full row."""
+    if len(row.cells) == width:
+        return
+    start = own + 1 if own is not None and own < len(row.cells) and row.cells[own] == "X" else 0
+    if None in row.cells[start:]:
+        row.cells = row.cells[: start + row.cells[start:].index(None)]
+
+
+def _may_be_cut(row: Row, width: int) -> bool:
+    """``NV1`` at the end of a cut text may have been ``NV18``."""
+    short = 0 < len(row.cells) < width and row.tail == len(row.line.rstrip())
+    return short and re.fullmatch(r"NV[0-9]", row.cells[-1] or "") is not None

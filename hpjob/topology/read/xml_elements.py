@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from typing import Literal
 from xml.parsers import expat
 
 MAX_ELEMENTS = 500_000
@@ -50,6 +51,7 @@ class Element:
 class _Builder:
     root: Element = field(default_factory=lambda: Element("", {}))
     count: int = 0
+    damaged: bool = False
 
     def __post_init__(self) -> None:
         self.stack = [self.root]
@@ -63,6 +65,10 @@ class _Builder:
         self.stack.append(element)
 
     def close(self, tag: str) -> None:
+        if len(self.stack) > 1 and self.stack[-1].tag == tag:
+            self.stack.pop()
+            return
+        self.damaged = True
         for depth in range(len(self.stack) - 1, 0, -1):
             if self.stack[depth].tag == tag:
                 del self.stack[depth:]
@@ -73,8 +79,13 @@ class _TooLargeError(Exception):
     """More elements, or deeper ones, than any topology has; or an entity declaration."""
 
 
-def parse_elements(text: str) -> tuple[Element, bool]:
-    """Return a nameless root above all top elements, and whether the text was whole.
+Wholeness = Literal["whole", "cut", "damaged"]
+
+
+def parse_elements(text: str) -> tuple[Element, Wholeness]:
+    """Return a nameless root above all top elements, and how whole the text was.
+
+    ``cut`` = everything nests, but the end is missing; ``damaged`` = what belongs to what cannot be told.
 
     Entity declarations are never expanded: such a text goes to the tolerant scan, which knows none.
     """
@@ -88,19 +99,22 @@ def parse_elements(text: str) -> tuple[Element, bool]:
     parser.EntityDeclHandler = _refuse
     try:
         parser.Parse("<_>" + body[: end + 1] + "</_>", True)
-        return builder.root, True
+        return builder.root, "whole"
     except (expat.ExpatError, _TooLargeError, ValueError):
-        return _scan(body), False
+        return _scan(body)
 
 
 def _refuse(*_: object) -> None:
     raise _TooLargeError
 
 
-def _scan(text: str) -> Element:
+def _scan(text: str) -> tuple[Element, Wholeness]:
     builder = _Builder()
+    gap = 0
     try:
         for match in _TAG.finditer(text):
+            builder.damaged |= "<" in text[gap : match.start()]
+            gap = match.end()
             closing, tag, attributes, empty = match.groups()
             if tag is None:
                 continue
@@ -111,5 +125,5 @@ def _scan(text: str) -> Element:
             if empty:
                 builder.close(tag)
     except _TooLargeError:
-        pass
-    return builder.root
+        builder.damaged = True
+    return builder.root, "damaged" if builder.damaged else "cut"

@@ -1,0 +1,28 @@
+"""What is to be laid out, and on what."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+
+from hpjob.plan.hardware import Hardware
+from hpjob.plan.shape import Shape
+from hpjob.plan.step_time import StepModel
+from hpjob.recipe.model import ParallelSettings
+
+
+@dataclass(frozen=True)
+class Problem:
+    """A model, its fixed settings and the GPUs it may use."""
+
+    shape: Shape
+    settings: ParallelSettings
+    seq: int
+    global_batch: int
+    world_size: int
+    hardware: Hardware
+
+    @cached_property
+    def model(self) -> StepModel:
+        """Prices step times; it keeps what candidates share."""
+        return StepModel(self.shape, self.hardware)

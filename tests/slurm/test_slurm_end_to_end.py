@@ -1,0 +1,205 @@
+"""Runs on a real slurmctld and slurmd, with a stand-in for the runtime."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from hpjob.cli.run_status import run_status
+from hpjob.core.run_dir import AttemptDir, RunDir
+from hpjob.core.run_records import first_failure, newest_checkpoint_step, read_failures, read_json
+from hpjob.slurm.cancel import cancel
+from hpjob.slurm.live import live_submissions, read_submissions
+from hpjob.slurm.query import job_state
+from hpjob.slurm.site import read_site
+from hpjob.slurm.submit import submit
+from hpjob.topology.slurm import cluster_topology
+from tests.support.runs import make_run
+from tests.support.slurm_sandbox import SlurmSandbox, processes_of, wait_for
+
+pytestmark = pytest.mark.slurm
+LONG = 100_000
+Start = Callable[..., RunDir]
+
+
+@pytest.fixture
+def slurm(slurm_sandbox: SlurmSandbox, monkeypatch: pytest.MonkeyPatch) -> SlurmSandbox:
+    """The sandbox, also for Slurm commands that this process calls."""
+    monkeypatch.setenv("SLURM_CONF", slurm_sandbox.env["SLURM_CONF"])
+    return slurm_sandbox
+
+
+@pytest.fixture
+def start(slurm: SlurmSandbox, tmp_path: Path) -> Iterator[Start]:
+    """Submits runs on two nodes; whatever of them is left afterwards is cancelled."""
+    runs: list[RunDir] = []
+
+    def submit_run(folder: Path = tmp_path / "run", **behaviour: object) -> RunDir:
+        prepared = make_run(folder, topology=cluster_topology("batch", 2), executor="slurm", **behaviour)  # type: ignore[arg-type]
+        submit(prepared.run, "slurm", prepared.spec, prepared.script)
+        runs.append(prepared.run)
+        return prepared.run
+
+    yield submit_run
+    for run in runs:
+        cancel(run, [submission for submission, _ in live_submissions(run)])
+
+
+def job_id(run: RunDir) -> str:
+    return read_submissions(run)[-1].job_id
+
+
+def wait_until_ended(run: RunDir) -> None:
+    wait_for(lambda: not job_state(job_id(run)).is_live, "the job has ended", timeout=180)
+
+
+def wait_until_training(run: RunDir, attempt: int = 0) -> None:
+    log = run.attempt(attempt).rank_log(0)
+    known = len(run.metrics.read_text().splitlines()) if attempt and run.metrics.exists() else 0
+    wait_for(lambda: log.exists() and "rank 0 of 8" in log.read_text(), f"attempt {attempt} started", timeout=180)
+    wait_for(lambda: run.metrics.exists() and len(run.metrics.read_text().splitlines()) > known, "trains", timeout=180)
+
+
+def preempt(slurm: SlurmSandbox) -> str:
+    """Take all nodes for a moment with a job of higher priority."""
+    return slurm.submit("--partition=urgent", "--nodes=4", "--exclusive", "--output=/dev/null", "--wrap=sleep 1")
+
+
+def decision(attempt: AttemptDir) -> object:
+    return (read_json(attempt.end) or {}).get("decision")
+
+
+def test_ranks_run_where_the_host_file_puts_them(start: Start) -> None:
+    run = start()
+    wait_until_ended(run)
+    assert run.finished.exists()
+    (attempt,) = run.attempt_list()
+    hosts = attempt.hosts.read_text().split()
+    assert len(hosts) == 8 and len(set(hosts)) == 2
+    for rank, host in enumerate(hosts):
+        assert f"rank {rank} of 8 on {host}" in attempt.rank_log(rank).read_text()
+    assert job_state(job_id(run)).state == "COMPLETED"
+    document = read_json(attempt.attempt_json)
+    assert document is not None and document["site"]["slurm_version"] == read_site().version
+
+
+def test_preempted_twice_it_goes_on_by_itself(start: Start, slurm: SlurmSandbox) -> None:
+    run = start(steps=150, step_s=0.1)
+    for attempt in (0, 1):
+        wait_until_training(run, attempt)
+        preempt(slurm)
+        wait_for(lambda attempt=attempt: run.attempt(attempt).end.exists(), "it saved", timeout=180)
+    wait_until_ended(run)
+    assert run.finished.exists()
+    assert [decision(attempt) for attempt in run.attempt_list()] == ["requeue", "requeue", "done"]
+    steps = [json.loads(line)["step"] for line in run.metrics.read_text().splitlines()]
+    assert steps == list(range(1, 151))
+    counts = [(read_json(attempt.attempt_json) or {})["restart_count"] for attempt in run.attempt_list()]
+    assert counts == [0, 1, 2]
+
+
+def test_sbatch_by_hand_resumes_and_then_finds_nothing_to_do(start: Start, slurm: SlurmSandbox) -> None:
+    run = start(steps=80, step_s=0.1)
+    wait_until_training(run)
+    cancel(run, [submission for submission, _ in live_submissions(run)])
+    assert run.cancelled.exists() and newest_checkpoint_step(run) > 0
+    by_hand = slurm.submit(run.script)
+    wait_for(lambda: not job_state(by_hand).is_live, "the second job has ended", timeout=180)
+    assert run.finished.exists() and not run.cancelled.exists()
+    assert job_id(run) == by_hand
+    again = slurm.submit(run.script)
+    wait_for(lambda: not job_state(again).is_live, "the third job has ended", timeout=180)
+    assert job_state(again).state == "COMPLETED"
+    assert len(run.attempt_list()) == 2
+
+
+def test_a_second_job_does_not_enter_a_running_run(start: Start, slurm: SlurmSandbox) -> None:
+    run = start(steps=LONG)
+    wait_until_training(run)
+    second = slurm.submit(run.script)
+    wait_for(lambda: not job_state(second).is_live, "the second job has ended", timeout=180)
+    assert job_state(second).state == "FAILED"
+    assert "already running in job" in run.slurm_log(second).read_text()
+    assert len(run.attempt_list()) == 1
+
+
+def test_cancel_ends_everything_and_nothing_comes_back(start: Start, slurm: SlurmSandbox) -> None:
+    run = start(steps=LONG)
+    wait_until_training(run)
+    cancel(run, [submission for submission, _ in live_submissions(run)])
+    assert job_state(job_id(run)).state == "CANCELLED"
+    assert not processes_of(run.path)
+    assert run_status(run).state == "stopped"
+
+
+def test_scancel_by_hand_is_obeyed(start: Start, slurm: SlurmSandbox) -> None:
+    """The ranks save when Slurm ends the job, and saved ranks ask for a requeue: not for a cancelled job."""
+    run = start(steps=LONG)
+    wait_until_training(run)
+    slurm.run("scancel", job_id(run))
+    wait_until_ended(run)
+    assert job_state(job_id(run)).state == "CANCELLED"
+    assert decision(run.attempt(0)) in {"stop", None}
+    assert not processes_of(run.path)
+
+
+@pytest.mark.parametrize(
+    ("how", "kind", "words"),
+    [("raise_rank", "exception", "the loss is not finite"), ("kill_rank", "killed", "Killed")],
+)
+def test_one_failing_rank_ends_the_job_and_is_named(start: Start, how: str, kind: str, words: str) -> None:
+    run = start(steps=LONG, **{how: 6})
+    wait_until_ended(run)
+    status = run_status(run)
+    (attempt,) = run.attempt_list()
+    failure = first_failure(read_failures(attempt))
+    assert failure is not None
+    host = attempt.hosts.read_text().split()[6]
+    assert (failure.rank, failure.node, failure.kind) == (6, host, kind)
+    assert words in failure.message
+    assert status.state == "stopped" and f"rank 6 on {host} failed first" in status.why
+    assert decision(attempt) == "stop"
+    assert not processes_of(run.path)
+
+
+def test_slurms_own_warning_saves_before_the_time_limit(start: Start) -> None:
+    """The lead is longer than the limit, so the signal comes as soon as Slurm looks at the clock."""
+    run = start(steps=LONG, step_s=0.1, spec_changes={"time_limit_s": 300, "signal_lead_s": 600})
+    wait_for(run.attempt(0).end.exists, "the first attempt has ended", timeout=240)
+    outcome = read_json(run.attempt(0).outcome)
+    assert outcome is not None and outcome["reason"] == "signal SIGUSR2"
+    assert decision(run.attempt(0)) == "requeue"
+
+
+def test_a_folder_with_an_awkward_name(start: Start, tmp_path: Path) -> None:
+    run = start(folder=tmp_path / "it's 100% %j mine" / "run")
+    wait_until_ended(run)
+    assert run.finished.exists()
+    assert run.slurm_log(job_id(run)).exists()
+    assert len(list(run.attempt(0).path.glob("rank-*.log"))) == 8
+
+
+def test_a_plan_for_other_nodes_than_slurm_gives(start: Start, slurm: SlurmSandbox) -> None:
+    """A hand that changes --nodes gets a new plan."""
+    run = start(steps=80, step_s=0.1, overrides=["parallel.num_microbatches=auto", "parallel.microbatch_size=auto"])
+    wait_until_training(run)
+    cancel(run, [submission for submission, _ in live_submissions(run)])
+    by_hand = slurm.submit("--nodes=1", run.script)
+    wait_for(lambda: not job_state(by_hand).is_live, "the job on one node has ended", timeout=180)
+    second = run.attempt(1)
+    assert second.hosts.read_text().split() == [second.hosts.read_text().split()[0]] * 4
+    assert run.finished.exists()
+
+
+def test_a_job_queued_again_by_hand_goes_on(start: Start, slurm: SlurmSandbox) -> None:
+    """Slurm has queued it already when the script asks: no failure, and no cancelled job either."""
+    run = start(steps=100, step_s=0.1)
+    wait_until_training(run)
+    slurm.run("scontrol", "requeue", job_id(run))
+    wait_for(lambda: len(run.attempt_list()) == 2, "the second attempt has begun", timeout=180)
+    wait_until_ended(run)
+    assert run.finished.exists()
+    assert decision(run.attempt(0)) == "requeue"

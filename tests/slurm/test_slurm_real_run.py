@@ -1,0 +1,67 @@
+"""The whole chain as a person uses it: the `hpjob` command, a real Slurm, the real runtime."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+
+import pytest
+
+from hpjob.core.run_dir import RunDir
+from tests.support.corpus import write_corpus
+from tests.support.runs import REPOSITORY
+from tests.support.slurm_sandbox import SlurmSandbox, processes_of, wait_for
+
+pytestmark = [pytest.mark.slurm, pytest.mark.distributed, pytest.mark.timeout(1800)]
+STEPS = 40
+PATIENCE_S = 600.0
+
+
+def hpjob(slurm: SlurmSandbox, folder: Path, *arguments: str) -> str:
+    """Run a command in ``folder`` and return what it prints."""
+    script = f'cd "$0" && exec {sys.executable} -m hpjob "$@"'
+    environment = {"PYTHONPATH": str(REPOSITORY), "OMP_NUM_THREADS": "1"}
+    return slurm.run("bash", "-c", script, folder, *arguments, env=environment, timeout=PATIENCE_S).stdout
+
+
+def submit(slurm: SlurmSandbox, folder: Path, name: str) -> RunDir:
+    settings = ("--set", "data.path=corpus", "--set", f"training.steps={STEPS}", "--set", "checkpoint.every_steps=15")
+    hpjob(slurm, folder, "submit", "--nodes", "2", "--recipe", "tiny", "--name", name, *settings)
+    return RunDir(folder / "runs" / name)
+
+
+def steps_and_losses(run: RunDir) -> list[tuple[int, float]]:
+    lines = [json.loads(line) for line in run.metrics.read_text(encoding="utf-8").splitlines()]
+    return [(line["step"], line["loss"]) for line in lines]
+
+
+def trained_in(run: RunDir, attempt: int) -> int:
+    if not run.metrics.exists():
+        return 0
+    lines = [line for line in run.metrics.read_text(encoding="utf-8").splitlines() if line.endswith("}")]
+    return sum(json.loads(line)["attempt"] == attempt for line in lines)
+
+
+def weights(run: RunDir) -> dict[str, bytes]:
+    return {path.name: path.read_bytes() for path in (run.checkpoint(STEPS) / "data").glob("*.distcp")}
+
+
+def test_preempted_twice_or_never_gives_the_same_bits(slurm_sandbox: SlurmSandbox, tmp_path: Path) -> None:
+    write_corpus(tmp_path / "corpus", num_tokens=100_000)
+    run = submit(slurm_sandbox, tmp_path, "preempted")
+    for attempt in (0, 1):
+        wait_for(lambda attempt=attempt: trained_in(run, attempt) >= 4, f"attempt {attempt} trains", PATIENCE_S)
+        urgent = ("--partition=urgent", "--nodes=4", "--exclusive", "--output=/dev/null", "--wrap=sleep 1")
+        slurm_sandbox.submit(*urgent)
+        wait_for(run.attempt(attempt).end.exists, f"attempt {attempt} saved", PATIENCE_S)
+    wait_for(run.finished.exists, "the run is finished", PATIENCE_S)
+    assert [trained_in(run, attempt) > 0 for attempt in range(4)] == [True, True, True, False]
+    undisturbed = submit(slurm_sandbox, tmp_path, "undisturbed")
+    wait_for(undisturbed.finished.exists, "the other run is finished", PATIENCE_S)
+    assert len(undisturbed.attempt_list()) == 1
+    assert [step for step, _ in steps_and_losses(run)] == list(range(1, STEPS + 1))
+    assert steps_and_losses(run) == steps_and_losses(undisturbed)
+    assert len(weights(run)) == 8 and weights(run) == weights(undisturbed)
+    wait_for(lambda: not processes_of(run.path), "nothing of the run is left")
+    assert json.loads(hpjob(slurm_sandbox, tmp_path, "status", "preempted", "--json"))["state"] == "finished"
