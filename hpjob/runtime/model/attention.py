@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
@@ -38,9 +40,9 @@ class RecomputedAttention:
         document_ids: Tensor | None,
         sliding_window: int | None,
     ) -> Tensor:
-        settings = {"scale": scale, "document_ids": document_ids, "sliding_window": sliding_window}
+        settings: dict[str, Any] = {"scale": scale, "document_ids": document_ids, "sliding_window": sliding_window}
         if not torch.is_grad_enabled():
-            return self._kernel(q, k, v, **settings)  # type: ignore[arg-type]
+            return self._kernel(q, k, v, **settings)
         output: Tensor = checkpoint(self._kernel, q, k, v, use_reentrant=False, preserve_rng_state=False, **settings)
         return output
 

@@ -65,6 +65,7 @@ def expert_region(name: str, parameter: Tensor, mesh: Mesh) -> Region:
     """
     axes, tp = mesh.experts, mesh.degrees.tp
     experts = parameter.shape[0] * mesh.degrees.ep
+    shape: tuple[int, ...]
     if name.endswith("gate_up_proj"):
         shape = (experts, 2, parameter.shape[1] // 2 * tp, parameter.shape[2])
     else:

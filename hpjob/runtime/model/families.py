@@ -76,7 +76,7 @@ class Family:
             "tie_word_embeddings": shape.tie_word_embeddings,
             "use_cache": False,
         }
-        return getattr(module, f"{self.class_prefix}Config")(**values | self.config_values(shape))
+        return getattr(module, f"{self.class_prefix}Config")(**{**values, **self.config_values(shape)})
 
     def layer(self, config: Any, index: int) -> nn.Module:
         """Return one decoder layer on the current default device."""

@@ -128,7 +128,7 @@ def _backward(model: nn.Module, recipe: Recipe, batch: Batch, scale: float) -> f
         mask = torch.zeros(allowed.shape, dtype=dtype).masked_fill(~allowed, torch.finfo(dtype).min).unsqueeze(1)
     logits = compute(input_ids=batch.input_ids, position_ids=batch.position_ids, attention_mask=mask).logits
     loss = torch.nn.functional.cross_entropy(logits.float().flatten(0, 1), batch.labels.flatten(), ignore_index=-100)
-    (loss * scale).backward()  # type: ignore[no-untyped-call]
+    (loss * scale).backward()
     if compute is not model:
         for master, copied in zip(model.parameters(), compute.parameters(), strict=True):
             master.grad = None if copied.grad is None else copied.grad.float() / scale

@@ -44,4 +44,9 @@ def _reference_key(case: Case) -> str:
     """Return what a one-process run depends on."""
     recipe = case.recipe
     parts = (recipe.model, recipe.data, recipe.training, recipe.optimizer)
-    return "\n".join([f"{recipe.parallel.precision} {case.documents}", *(part.model_dump_json() for part in parts)])
+    return "\n".join(
+        [
+            f"{recipe.parallel.precision} {recipe.parallel.initial_scale} {case.documents}",
+            *(part.model_dump_json() for part in parts),
+        ]
+    )
