@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import copy
 import math
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -78,7 +77,7 @@ def _model(recipe: Recipe) -> nn.Module:
     shape: ModelShape = recipe.model
     experts = {"num_experts", "num_experts_per_tok", "moe_intermediate_size"}
     settings = shape.model_dump(exclude={"model_type", "rope_theta", *experts})
-    settings |= {"head_dim": shape.attention_head_dim, **_EXPERT_SETTINGS.get(shape.model_type, lambda _: {})(shape)}
+    settings |= {"head_dim": shape.attention_head_dim, **_expert_settings(shape)}
     # Token 0 is a token like any other here, also where the family takes it for padding.
     settings["pad_token_id"] = None
     rope = {"rope_type": "default", "rope_theta": shape.rope_theta}
@@ -91,19 +90,23 @@ def _model(recipe: Recipe) -> nn.Module:
     return model.train()
 
 
-_EXPERT_SETTINGS: dict[str, Callable[[ModelShape], dict[str, Any]]] = {
-    "mixtral": lambda shape: {
-        "num_local_experts": shape.num_experts,
-        "num_experts_per_tok": shape.num_experts_per_tok,
-        "intermediate_size": shape.moe_intermediate_size or shape.intermediate_size,
-    },
-    "qwen3_moe": lambda shape: {
-        "num_experts": shape.num_experts,
-        "num_experts_per_tok": shape.num_experts_per_tok,
-        "moe_intermediate_size": shape.moe_intermediate_size or shape.intermediate_size,
-        "norm_topk_prob": True,
-    },
-}
+def _expert_settings(shape: ModelShape) -> dict[str, Any]:
+    """Return the expert settings under the names of the family's configuration."""
+    width = shape.moe_intermediate_size or shape.intermediate_size
+    if shape.model_type == "mixtral":
+        return {
+            "num_local_experts": shape.num_experts,
+            "num_experts_per_tok": shape.num_experts_per_tok,
+            "intermediate_size": width,
+        }
+    if shape.model_type == "qwen3_moe":
+        return {
+            "num_experts": shape.num_experts,
+            "num_experts_per_tok": shape.num_experts_per_tok,
+            "moe_intermediate_size": width,
+            "norm_topk_prob": True,
+        }
+    return {}
 
 
 def _optimizer(model: nn.Module, settings: OptimizerSettings) -> torch.optim.Optimizer:
@@ -128,7 +131,7 @@ def _backward(model: nn.Module, recipe: Recipe, batch: Batch, scale: float) -> f
         mask = torch.zeros(allowed.shape, dtype=dtype).masked_fill(~allowed, torch.finfo(dtype).min).unsqueeze(1)
     logits = compute(input_ids=batch.input_ids, position_ids=batch.position_ids, attention_mask=mask).logits
     loss = torch.nn.functional.cross_entropy(logits.float().flatten(0, 1), batch.labels.flatten(), ignore_index=-100)
-    (loss * scale).backward()
+    torch.autograd.backward(loss * scale)
     if compute is not model:
         for master, copied in zip(model.parameters(), compute.parameters(), strict=True):
             master.grad = None if copied.grad is None else copied.grad.float() / scale
