@@ -120,7 +120,7 @@ class Engine:
             This rank's part of the mean loss (fp64, to be summed over all ranks) and the number of valid
             tokens of the global batch.
         """
-        self._check_shape(batch)
+        self._check_shape(batch, self._plan.pipeline.num_microbatches)
         for item in self.parameters:
             item.clear_gradient()
         num_tokens = self._count_tokens(batch)
@@ -129,13 +129,7 @@ class Engine:
         sum_gradients([p for p in self.parameters if p.partial_over_tp], self._mesh.group(Axis.TP))
         if self._recipe.model.tie_word_embeddings:
             self._sum_tied_gradients()
-        counted = loss is not None and self._mesh.coordinate(Axis.TP) == 0
-        part = (
-            loss.double() / self.gradient_scale
-            if loss is not None and counted
-            else torch.zeros((), dtype=torch.float64)
-        )
-        return part.to(self._device), num_tokens
+        return self._counted_part(loss, self.gradient_scale), num_tokens
 
     def apply_gradients(self, loss: Tensor, num_tokens: Tensor, step: int) -> StepResult:
         """Clip over the whole mesh and update; arguments as :meth:`accumulate_gradients` returns them.
@@ -151,6 +145,21 @@ class Engine:
             self.optimizer.step(lr, norm, scale)
         figures = torch.stack([sums[0], norm, num_tokens.double()]).tolist()
         return StepResult(loss=figures[0], grad_norm=figures[1], num_tokens=int(figures[2]), lr=lr)
+
+    def evaluate(self, batch: Batch) -> tuple[float, int]:
+        """Return the mean token loss of a batch, and its number of valid tokens, without training on it.
+
+        Args:
+            batch: Any number of sequences, as many on every data-parallel rank.
+        """
+        size = self._plan.pipeline.microbatch_size
+        batch = _fill_up(batch, -len(batch.input_ids) % size)
+        self._check_shape(batch, len(batch.input_ids) // size)
+        num_tokens = self._count_tokens(batch)
+        loss = self._executor.evaluate(list(self._microbatches(batch)), 1.0 / num_tokens.clamp(min=1).float())
+        total = self._counted_part(loss, 1.0)
+        dist.all_reduce(total)
+        return total.item(), int(num_tokens.item())
 
     def state_dict(self) -> dict[str, Any]:
         """Return weights and optimizer state under global names, as DTensors that say how they are cut.
@@ -217,9 +226,14 @@ class Engine:
             self._schedule, self._mesh, shape=shape, dtype=COMPUTE_DTYPE[plan.precision], device=self._device
         )
 
-    def _check_shape(self, batch: Batch) -> None:
-        pipeline = self._plan.pipeline
-        expected = (pipeline.num_microbatches * pipeline.microbatch_size, self._plan.seq_length)
+    def _counted_part(self, loss: Tensor | None, scale: float) -> Tensor:
+        """This rank's part of the loss, once per tensor-parallel group."""
+        if loss is None or self._mesh.coordinate(Axis.TP):
+            return torch.zeros((), dtype=torch.float64, device=self._device)
+        return loss.double() / scale
+
+    def _check_shape(self, batch: Batch, num_microbatches: int) -> None:
+        expected = (num_microbatches * self._plan.pipeline.microbatch_size, self._plan.seq_length)
         for name in ("input_ids", "labels", "position_ids", "document_ids"):
             tensor = getattr(batch, name)
             found = expected if tensor is None else tuple(tensor.shape)
@@ -247,6 +261,23 @@ class Engine:
             tensors.append(split.pad(batch.document_ids.to(device, non_blocking=True), -1))
         for parts in zip(*(torch.split(tensor, size) for tensor in tensors), strict=True):
             yield Microbatch(*parts)
+
+
+def _fill_up(batch: Batch, missing: int) -> Batch:
+    """Append sequences that count nothing."""
+    if not missing:
+        return batch
+
+    def longer(tensor: Tensor, fill: int | None = None) -> Tensor:
+        rows = tensor[-1:].expand(missing, -1)
+        return torch.cat([tensor, rows if fill is None else torch.full_like(rows, fill)])
+
+    return Batch(
+        input_ids=longer(batch.input_ids),
+        labels=longer(batch.labels, IGNORED_LABEL),
+        position_ids=longer(batch.position_ids),
+        document_ids=None if batch.document_ids is None else longer(batch.document_ids),
+    )
 
 
 def _tied_group(schedule: Schedule, mesh: Mesh) -> dist.ProcessGroup | None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -10,7 +10,7 @@ from torch import Tensor
 
 from hpjob.runtime.model.stage import DecoderStage
 from hpjob.runtime.parallel.data import GradientSync
-from hpjob.runtime.pipeline.schedule import Action, Kind, Schedule
+from hpjob.runtime.pipeline.schedule import Action, Kind, Schedule, forward_only
 from hpjob.runtime.pipeline.transport import Transport
 from hpjob.runtime.weight_gradients import WeightGradientQueue
 
@@ -85,9 +85,7 @@ class PipelineExecutor:
         for state in self._stages.values():
             state.backwards_left = self._schedule.num_microbatches
         self._transport.begin_step()
-        for position, action in enumerate(self._table):
-            for ahead in self._table[position : position + 2]:
-                self._expect_input(ahead)
+        for action in self._receiving_ahead(self._table):
             if action.kind is Kind.FORWARD:
                 self._forward(action, microbatches[action.microbatch], loss_scale)
             elif action.kind is Kind.BACKWARD:
@@ -96,6 +94,25 @@ class PipelineExecutor:
                 self._weight_gradients(action)
         self._transport.end_step()
         return self._loss_sum
+
+    def evaluate(self, microbatches: Sequence[Microbatch], loss_scale: Tensor) -> Tensor | None:
+        """Run forward passes alone, over any number of microbatches; arguments and result as of :meth:`run`."""
+        self._loss_sum = None
+        schedule = forward_only(self._schedule, len(microbatches))
+        self._transport.begin_step(schedule)
+        with torch.no_grad():
+            for action in self._receiving_ahead(schedule.actions[self._rank]):
+                self._forward(action, microbatches[action.microbatch], loss_scale)
+                self._stages[action.stage].saved.clear()
+        self._transport.end_step()
+        return self._loss_sum
+
+    def _receiving_ahead(self, table: Sequence[Action]) -> Iterator[Action]:
+        """Yield the actions of a table with receives posted for the one after."""
+        for position, action in enumerate(table):
+            for ahead in table[position : position + 2]:
+                self._expect_input(ahead)
+            yield action
 
     def _source(self, action: Action) -> Action | None:
         """Return the action on a neighbouring stage that makes this one's input."""

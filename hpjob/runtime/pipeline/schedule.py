@@ -144,6 +144,19 @@ def build_schedule(pipeline: Pipeline, pp_size: int) -> Schedule:
     return schedule
 
 
+def forward_only(schedule: Schedule, num_microbatches: int) -> Schedule:
+    """Return tables of forward passes alone over the same stages, for any number of microbatches.
+
+    A stage's n-th pass comes at time n + stage, so an order of time is one that all ranks can keep.
+    """
+    tables = []
+    for rank in range(len(schedule.actions)):
+        stages = schedule.stages_of(rank)
+        table = [Action(Kind.FORWARD, stage, microbatch) for stage in stages for microbatch in range(num_microbatches)]
+        tables.append(tuple(sorted(table, key=lambda action: (action.microbatch + action.stage, -action.stage))))
+    return Schedule(schedule.stage_rank, num_microbatches, tuple(tables))
+
+
 def validate(schedule: Schedule) -> None:
     """Check that every action is there once and that the tables run to their end.
 
