@@ -47,7 +47,8 @@ def speed(
                 yield {"layout": name, "seq": seq, "refused": reasons}
                 continue
             if (tokens, size) not in bases:
-                base = _measured(pool, "one GPU", _case("", seq, options, tokens, size)[0], options)
+                label = f"one GPU, microbatches of {size}" if size else "one GPU"
+                base = _measured(pool, label, _case("", seq, options, tokens, size)[0], options)
                 bases[tokens, size] = base.get("tokens_per_s_per_gpu", float("nan"))
                 yield base
             record = _measured(pool, name, case, options)

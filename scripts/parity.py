@@ -6,9 +6,10 @@ process with plain transformers and torch, from the same weights and data. One J
 
     scripts/parity.py --case 'tp_size=2 pp_size=2 zero_stage=1 precision=fp32' --world 8
 
-``loss_rel`` is the largest relative difference of the loss over all steps, ``grad_rel`` that of all
-gradients together at step 1, ``weight_rel`` that of all weights after the last step. Exit code 1 unless
-every case is ok. A case that the runtime refuses is not ok and prints the reason.
+``--model`` names the family: llama, mistral, qwen2, qwen3, gemma, mixtral, qwen3_moe; a case may name
+its own with ``model_type``. ``loss_rel`` is the largest relative difference of the loss over all steps,
+``grad_rel`` that of all gradients together at step 1, ``weight_rel`` that of all weights after the last
+step. Exit code 1 unless every case is ok. A case that the runtime refuses is not ok and prints the reason.
 """
 
 from __future__ import annotations
@@ -56,7 +57,14 @@ def _options(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument(
         "--break",
         dest="broken",
-        choices=("drop-tp-allreduce", "mean-of-means", "drop-partial-sum"),
+        choices=(
+            "drop-tp-allreduce",
+            "mean-of-means",
+            "drop-partial-sum",
+            "zigzag-order",
+            "unscaled-accumulation",
+            "double-tied-weight",
+        ),
         help="self-test: train with this fault; parity must then fail",
     )
     options = parser.parse_args(arguments)

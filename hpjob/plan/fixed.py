@@ -79,6 +79,7 @@ def fixed_plan(recipe: Recipe, degrees: ParallelDegrees, pipeline: Pipeline) -> 
     mode = parallel.sequence_parallelism_mode
     return Plan(
         recipe=recipe.name,
+        model_type=recipe.model.model_type,
         machine="fixed",
         num_nodes=1,
         gpus_per_node=degrees.world_size,

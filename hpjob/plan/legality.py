@@ -13,14 +13,14 @@ from hpjob.plan.shape import Shape
 class RuntimeCapabilities:
     """What the runtime can execute."""
 
-    schedules: tuple[str, ...] = ("1f1b", "interleaved")
-    sequence_modes: tuple[str, ...] = ("split_gather",)
+    schedules: tuple[str, ...] = ("1f1b", "interleaved", "zbv")
+    sequence_modes: tuple[str, ...] = ("split_gather", "ring", "all_to_all", "ring_attn")
     zero_stages: tuple[int, ...] = (0, 1, 2, 3)
     recompute: tuple[str, ...] = ("none", "selective", "full")
-    max_ep: int = 1
+    max_ep: int = 1024
     cpu_offload: bool = False
-    families: tuple[str, ...] = ("llama",)
-    precisions: tuple[str, ...] = ("bf16", "fp32")
+    families: tuple[str, ...] = ("llama", "mistral", "qwen2", "qwen3", "gemma", "mixtral", "qwen3_moe")
+    precisions: tuple[str, ...] = ("bf16", "fp16", "fp32")
 
 
 RUNTIME = RuntimeCapabilities()
@@ -43,12 +43,12 @@ def _degree_problems(shape: Shape, layout: Layout, world_size: int) -> list[str]
         )
     if shape.heads % tp:
         found.append(f"{shape.heads} attention heads do not divide by tp {tp}")
-    elif shape.kv_heads % tp:
-        found.append(f"{shape.kv_heads} key-value heads do not divide by tp {tp}")
+    elif shape.kv_heads % tp and tp % shape.kv_heads:
+        found.append(f"{shape.kv_heads} key-value heads and tp {tp}: neither is a multiple of the other")
     if shape.ffn % tp:
         found.append(f"MLP width {shape.ffn} does not divide by tp {tp}")
-    if shape.vocab % tp:
-        found.append(f"vocabulary {shape.vocab} does not divide by tp {tp}")
+    if -(-shape.vocab // tp) * (tp - 1) >= shape.vocab:
+        found.append(f"vocabulary {shape.vocab} leaves a rank of tp {tp} without tokens")
     if ep > 1 and not shape.num_experts:
         found.append(f"ep {ep} needs a model with experts")
     elif ep > 1 and shape.num_experts % ep:
@@ -71,30 +71,22 @@ def _pipeline_problems(shape: Shape, layout: Layout) -> list[str]:
         found.append("zbv has two model chunks per rank")
     if layout.style != "1f1b" and pp == 1:
         found.append(f"{layout.style} needs pp of at least 2")
-    if pp > 1 and m < pp:
-        found.append(f"{m} microbatches are fewer than pp {pp}")
-    elif layout.style != "1f1b" and m % pp:
-        found.append(f"{layout.style} needs microbatches ({m}) in multiples of pp {pp}")
+    if layout.style == "interleaved" and m % pp:
+        found.append(f"interleaved needs microbatches ({m}) in multiples of pp {pp}")
     return found
 
 
 def _sequence_problems(shape: Shape, layout: Layout) -> list[str]:
-    mode, sp, tp, seq = layout.sequence_mode, layout.sp, layout.tp, layout.seq
+    """Sequences that do not divide are padded, so their length breaks no rule."""
+    mode, sp, tp = layout.sequence_mode, layout.sp, layout.tp
     if mode is None:
         return [f"sp {sp} needs a sequence parallelism mode"] if sp > 1 else []
     if layout.sharded_norms:
         found = [f"{mode} shares the TP group, so tp must be above 1"] if tp == 1 else []
-        found += [f"{mode} has no axis of its own, so sp must be 1, not {sp}"] if sp > 1 else []
-        return found + ([f"sequence length {seq} does not divide by tp {tp}"] if seq % tp else [])
-    if mode == "all_to_all":
-        found = [f"sequence length {seq} does not divide by sp {sp}"] if seq % sp else []
-        bad = [
-            f"{count} {what}"
-            for count, what in ((shape.heads, "heads"), (shape.kv_heads, "key-value heads"))
-            if count % (sp * tp)
-        ]
-        return found + [f"{what} do not divide by sp {sp} x tp {tp} (all_to_all)" for what in bad]
-    return [f"sequence length {seq} does not divide by 2 x sp {sp} (ring_attn)"] if seq % (2 * sp) else []
+        return found + ([f"{mode} has no axis of its own, so sp must be 1, not {sp}"] if sp > 1 else [])
+    if mode == "all_to_all" and shape.heads % (sp * tp):
+        return [f"{shape.heads} heads do not divide by sp {sp} x tp {tp} (all_to_all)"]
+    return []
 
 
 def unsupported_layout(layout: Layout, capabilities: RuntimeCapabilities = RUNTIME) -> list[str]:

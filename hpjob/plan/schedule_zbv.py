@@ -13,6 +13,10 @@ _Action = tuple[float, int, int, str]
 """Start, priority, negated stage, kind: the smallest is done next."""
 
 
+Op = tuple[str, int, int]
+"""Kind (``F`` forward, ``B`` input gradient, ``W`` weight gradient), stage, microbatch."""
+
+
 class _Rank:
     """What one rank has done and may do."""
 
@@ -20,7 +24,8 @@ class _Rank:
         self.stages = (rank, 2 * pp - 1 - rank)
         self.clock = 0.0
         self.held = 0
-        self.weights: list[int] = []
+        self.weights: list[tuple[int, int]] = []
+        self.order: list[Op] = []
 
 
 class _Simulation:
@@ -49,7 +54,7 @@ class _Simulation:
                 options.append((max(rank.clock, self.inputs[stage][done]), 1, -stage, "F"))
         best = min(options, default=None)
         if rank.weights:
-            stage = rank.weights[0]
+            stage = rank.weights[0][0]
             if best is None or rank.clock + self.times.backward_weight[stage] <= best[0]:
                 return (rank.clock, 2, -stage, "W")
         return best
@@ -59,7 +64,7 @@ class _Simulation:
         start, _, negated, kind = action
         stage = -negated
         if kind == "W":
-            rank.weights.pop(0)
+            rank.order.append(("W", *rank.weights.pop(0)))
             rank.clock = start + self.times.backward_weight[stage]
         elif kind == "F":
             self._forward(rank, stage, start)
@@ -69,6 +74,7 @@ class _Simulation:
     def _forward(self, rank: _Rank, stage: int, start: float) -> None:
         rank.clock = start + self.times.forward[stage] + (self.stall if stage not in (0, self.pp) else 0.0)
         rank.held += 1
+        rank.order.append(("F", stage, self.forwards[stage]))
         self.forwards[stage] += 1
         if stage == self.last:
             self.gradients[stage].append(rank.clock)
@@ -79,7 +85,8 @@ class _Simulation:
         received = stage not in (self.pp - 1, self.last)
         rank.clock = start + self.times.backward_input[stage] + (self.stall if received else 0.0)
         rank.held -= 1
-        rank.weights.append(stage)
+        rank.order.append(("B", stage, self.backwards[stage]))
+        rank.weights.append((stage, self.backwards[stage]))
         self.backwards[stage] += 1
         if stage:
             self.gradients[stage - 1].append(rank.clock + (self.wait if stage != self.pp else 0.0))
@@ -87,7 +94,19 @@ class _Simulation:
 
 def simulate_zbv(pp: int, num_microbatches: int, times: StageTimes, hop: float, blocking: float) -> float:
     """Return the seconds of the schedule; see :func:`hpjob.plan.schedule.makespan` for the arguments."""
-    simulation = _Simulation(pp, num_microbatches, times, hop * (1 - blocking), hop * blocking)
+    simulation = _simulate(pp, num_microbatches, times, hop * (1 - blocking), hop * blocking)
+    return max(rank.clock for rank in simulation.ranks)
+
+
+def zbv_orders(pp: int, num_microbatches: int) -> list[list[Op]]:
+    """Return what each rank computes in which order, where forward and both backward parts take equally long."""
+    equal = (1.0,) * (2 * pp)
+    times = StageTimes(forward=equal, backward_input=equal, backward_weight=equal)
+    return [rank.order for rank in _simulate(pp, num_microbatches, times, 0.0, 0.0).ranks]
+
+
+def _simulate(pp: int, num_microbatches: int, times: StageTimes, wait: float, stall: float) -> _Simulation:
+    simulation = _Simulation(pp, num_microbatches, times, wait, stall)
     for _ in range(3 * 2 * pp * num_microbatches):
         actions = [
             (action, index)
@@ -96,4 +115,4 @@ def simulate_zbv(pp: int, num_microbatches: int, times: StageTimes, hop: float, 
         ]
         action, index = min(actions)
         simulation.run(simulation.ranks[index], action)
-    return max(rank.clock for rank in simulation.ranks)
+    return simulation

@@ -152,6 +152,7 @@ class ParallelSettings(Persisted):
     enable_fused_normalization: bool | Auto = "auto"
     enable_flash_attention: bool | Auto = "auto"
     enable_jit_fused: bool | Auto = "auto"
+    """Compile layers, loss and optimizer; ``auto`` = on GPUs."""
     gradient_checkpoint_config: GradientCheckpointSettings = GradientCheckpointSettings()
 
 

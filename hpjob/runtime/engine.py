@@ -13,13 +13,16 @@ from torch import Tensor
 from hpjob.core.errors import UserInputError
 from hpjob.plan.model import Axis, Plan
 from hpjob.recipe.model import Recipe
-from hpjob.runtime.mesh import Mesh
-from hpjob.runtime.model.compiled import compile_stage, wants_compile
+from hpjob.runtime.mesh import Mesh, add_expert_mesh
+from hpjob.runtime.model.attention import attention_kernel
+from hpjob.runtime.model.compiled import compile_stage, compiles_layers, wants_compile
+from hpjob.runtime.model.experts import place_experts
 from hpjob.runtime.model.families import family_of
 from hpjob.runtime.model.parameters import ShardedParameter, materialise, plan_cuts
 from hpjob.runtime.model.stage import DecoderStage, stage_parts
 from hpjob.runtime.optimizer.adamw import AdamW, copy_local
-from hpjob.runtime.optimizer.gradients import local_squared_norm, sum_gradients
+from hpjob.runtime.optimizer.gradients import add_gradients, local_squared_norm, sum_gradients
+from hpjob.runtime.optimizer.loss_scale import LossScale
 from hpjob.runtime.optimizer.schedule import learning_rate
 from hpjob.runtime.parallel.data import COMPUTE_DTYPE, GradientSync, needs_fsdp, shard_stage
 from hpjob.runtime.parallel.tensor_region import TensorRegion
@@ -27,7 +30,9 @@ from hpjob.runtime.parallel.vocabulary import IGNORED_LABEL
 from hpjob.runtime.pipeline.executor import Microbatch, PipelineExecutor
 from hpjob.runtime.pipeline.schedule import Schedule, build_schedule
 from hpjob.runtime.pipeline.transport import Transport
+from hpjob.runtime.sequence.sequence_split import sequence_split
 from hpjob.runtime.support import refuse_unsupported
+from hpjob.runtime.weight_gradients import WeightGradientQueue
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -38,11 +43,14 @@ class Batch:
         input_ids: (num_microbatches * microbatch_size, seq_length), int64.
         labels: Same shape; ``labels[b, t]`` is the target of position t (already shifted), -100 = none.
         position_ids: Same shape.
+        document_ids: Same shape, integer: packed sequences, whose tokens see only their own document; None = one
+            document a sequence.
     """
 
     input_ids: Tensor
     labels: Tensor
     position_ids: Tensor
+    document_ids: Tensor | None = None
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -79,16 +87,20 @@ class Engine:
 
     def __init__(self, plan: Plan, recipe: Recipe, mesh: Mesh, device: torch.device) -> None:
         refuse_unsupported(plan, recipe)
+        mesh = add_expert_mesh(mesh, plan) if recipe.model.num_experts else mesh
         self._plan, self._recipe, self._mesh, self._device = plan, recipe, mesh, device
         self._rank = mesh.coordinate(Axis.PP)
+        self._split = sequence_split(plan.seq_length, plan.sequence_parallelism_mode, mesh)
         self._schedule = build_schedule(plan.pipeline, plan.degrees.pp)
         self.parameters: list[ShardedParameter] = []
         """All parameters of this rank."""
         stages = {number: self._build_stage(number) for number in self._schedule.stages_of(self._rank)}
-        self.stages: list[DecoderStage] = [stage for stage, _ in stages.values()]
+        self.stages: list[DecoderStage] = [stage for stage, _, _ in stages.values()]
         """This rank's stages, in model order."""
         self._executor = PipelineExecutor(self._schedule, self._rank, stages, self._transport())
         self._tied_group = _tied_group(self._schedule, mesh) if recipe.model.tie_word_embeddings else None
+        self.loss_scale = LossScale(recipe.parallel.initial_scale) if plan.precision == "fp16" else None
+        """Only in fp16."""
         self.optimizer = AdamW(self.parameters, recipe.optimizer, compiled=wants_compile(recipe, device))
 
     def train_step(self, batch: Batch, step: int) -> StepResult:
@@ -108,28 +120,46 @@ class Engine:
             This rank's part of the mean loss (fp64, to be summed over all ranks) and the number of valid
             tokens of the global batch.
         """
-        self._check_shape(batch)
+        self._check_shape(batch, self._plan.pipeline.num_microbatches)
         for item in self.parameters:
             item.clear_gradient()
         num_tokens = self._count_tokens(batch)
         microbatches = list(self._microbatches(batch))
-        loss = self._executor.run(microbatches, 1.0 / num_tokens.clamp(min=1).float())
+        loss = self._executor.run(microbatches, self.gradient_scale / num_tokens.clamp(min=1).float())
         sum_gradients([p for p in self.parameters if p.partial_over_tp], self._mesh.group(Axis.TP))
-        if self._tied_group is not None:
-            sum_gradients([p for p in self.parameters if p.is_embedding], self._tied_group)
-        counted = loss is not None and self._mesh.coordinate(Axis.TP) == 0
-        part = loss.double() if loss is not None and counted else torch.zeros((), dtype=torch.float64)
-        return part.to(self._device), num_tokens
+        if self._recipe.model.tie_word_embeddings:
+            self._sum_tied_gradients()
+        return self._counted_part(loss, self.gradient_scale), num_tokens
 
     def apply_gradients(self, loss: Tensor, num_tokens: Tensor, step: int) -> StepResult:
-        """Clip over the whole mesh and update; arguments as :meth:`accumulate_gradients` returns them."""
+        """Clip over the whole mesh and update; arguments as :meth:`accumulate_gradients` returns them.
+
+        Gradients that overflowed in fp16 update nothing: the result's norm is then not finite.
+        """
         sums = torch.stack([loss, local_squared_norm(self.parameters, self._device)])
         dist.all_reduce(sums)
-        norm = sums[1].sqrt()
+        scale = self.gradient_scale
+        norm = sums[1].sqrt() / scale
         lr = learning_rate(self._recipe.optimizer, step, self._recipe.training.steps)
-        self.optimizer.step(lr, norm)
+        if self.loss_scale is None or self.loss_scale.accepts(norm.item()):
+            self.optimizer.step(lr, norm, scale)
         figures = torch.stack([sums[0], norm, num_tokens.double()]).tolist()
         return StepResult(loss=figures[0], grad_norm=figures[1], num_tokens=int(figures[2]), lr=lr)
+
+    def evaluate(self, batch: Batch) -> tuple[float, int]:
+        """Return the mean token loss of a batch, and its number of valid tokens, without training on it.
+
+        Args:
+            batch: Any number of sequences, as many on every data-parallel rank.
+        """
+        size = self._plan.pipeline.microbatch_size
+        batch = _fill_up(batch, -len(batch.input_ids) % size)
+        self._check_shape(batch, len(batch.input_ids) // size)
+        num_tokens = self._count_tokens(batch)
+        loss = self._executor.evaluate(list(self._microbatches(batch)), 1.0 / num_tokens.clamp(min=1).float())
+        total = self._counted_part(loss, 1.0)
+        dist.all_reduce(total)
+        return total.item(), int(num_tokens.item())
 
     def state_dict(self) -> dict[str, Any]:
         """Return weights and optimizer state under global names, as DTensors that say how they are cut.
@@ -138,7 +168,8 @@ class Engine:
         in place on any other mesh.
         """
         weights = {item.name: item.weight for item in self.parameters}
-        return {**weights, **self.optimizer.state_dict()}
+        scale = {} if self.loss_scale is None else self.loss_scale.state_dict()
+        return {**weights, **self.optimizer.state_dict(), **scale}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Take over a state of the form of :meth:`state_dict`, usually that very one, filled in place.
@@ -151,35 +182,61 @@ class Engine:
                 copy_local(item.local, state[item.name])
                 item.publish()
             self.optimizer.load_state_dict(state)
+            if self.loss_scale is not None:
+                self.loss_scale.load_state_dict(state)
 
-    def _build_stage(self, number: int) -> tuple[DecoderStage, GradientSync]:
+    @property
+    def gradient_scale(self) -> float:
+        """What gradients are multiplied with before :meth:`apply_gradients`; 1 unless the precision is fp16."""
+        return 1.0 if self.loss_scale is None else self.loss_scale.value
+
+    def _build_stage(self, number: int) -> tuple[DecoderStage, GradientSync, WeightGradientQueue | None]:
         plan, recipe, mesh = self._plan, self._recipe, self._mesh
         part = stage_parts(plan.pipeline.layers_per_stage)[number]
-        region = TensorRegion(mesh=mesh.tp_mesh, splits_sequence=plan.sequence_parallelism_mode == "split_gather")
-        stage = DecoderStage(family_of(recipe.model.model_type), recipe.model, part, plan, region)
+        mode = plan.sequence_parallelism_mode
+        region = TensorRegion(
+            mesh=mesh.tp_mesh, splits_sequence=mode in ("split_gather", "ring"), is_ring=mode == "ring"
+        )
+        family, kernel = family_of(recipe.model.model_type), attention_kernel(plan, mesh)
+        stage = DecoderStage(family, recipe.model, part, plan, region, kernel)
+        place_experts(stage.model.layers, family, mesh, region)  # type: ignore[arg-type]
         cuts = plan_cuts(stage, mesh)
         shard_stage(stage, plan, mesh)
         dtype = torch.float32 if needs_fsdp(mesh) else COMPUTE_DTYPE[plan.precision]
         own = materialise(stage, cuts, mesh, self._device, seed=recipe.training.seed, compute_dtype=dtype)
         self.parameters += own
         stage.make_rotary(self._device)
-        if wants_compile(recipe, self._device):
+        if compiles_layers(plan, recipe, self._device):
             compile_stage(stage)
-        return stage, GradientSync(stage, plan, own)
+        queue = WeightGradientQueue() if self._schedule.defers_weights else None
+        stage.defer_weight_gradients(queue)
+        return stage, GradientSync(stage, plan, own), queue
+
+    def _sum_tied_gradients(self) -> None:
+        copies = [p for p in self.parameters if p.is_embedding]
+        if self._tied_group is not None:
+            sum_gradients(copies, self._tied_group)
+        elif len(copies) > 1:
+            add_gradients(copies)
 
     def _transport(self) -> Transport:
         plan = self._plan
-        length = plan.seq_length // (plan.degrees.tp if plan.sequence_parallelism_mode else 1)
-        shape = (plan.pipeline.microbatch_size, length, self._recipe.model.hidden_size)
+        shape = (plan.pipeline.microbatch_size, self._split.local_length, self._recipe.model.hidden_size)
         return Transport(
             self._schedule, self._mesh, shape=shape, dtype=COMPUTE_DTYPE[plan.precision], device=self._device
         )
 
-    def _check_shape(self, batch: Batch) -> None:
-        pipeline = self._plan.pipeline
-        expected = (pipeline.num_microbatches * pipeline.microbatch_size, self._plan.seq_length)
-        for name in ("input_ids", "labels", "position_ids"):
-            found = tuple(getattr(batch, name).shape)
+    def _counted_part(self, loss: Tensor | None, scale: float) -> Tensor:
+        """This rank's part of the loss, once per tensor-parallel group."""
+        if loss is None or self._mesh.coordinate(Axis.TP):
+            return torch.zeros((), dtype=torch.float64, device=self._device)
+        return loss.double() / scale
+
+    def _check_shape(self, batch: Batch, num_microbatches: int) -> None:
+        expected = (num_microbatches * self._plan.pipeline.microbatch_size, self._plan.seq_length)
+        for name in ("input_ids", "labels", "position_ids", "document_ids"):
+            tensor = getattr(batch, name)
+            found = expected if tensor is None else tuple(tensor.shape)
             if found != expected:
                 raise UserInputError(
                     f"batch.{name} has shape {found}, the plan needs {expected}",
@@ -188,19 +245,39 @@ class Engine:
 
     def _count_tokens(self, batch: Batch) -> Tensor:
         count = (batch.labels != IGNORED_LABEL).sum().to(self._device)
-        counts_here = self._rank == 0 and self._mesh.coordinate(Axis.TP) == 0
+        counts_here = all(self._mesh.coordinate(axis) == 0 for axis in (Axis.PP, Axis.SP, Axis.TP))
         total = count if counts_here else torch.zeros_like(count)
         dist.all_reduce(total)
         return total
 
     def _microbatches(self, batch: Batch) -> Iterator[Microbatch]:
-        size = self._plan.pipeline.microbatch_size
-        parts = [
-            torch.split(tensor.to(self._device, non_blocking=True), size)
-            for tensor in (batch.input_ids, batch.labels, batch.position_ids)
+        size, split, device = self._plan.pipeline.microbatch_size, self._split, self._device
+        tensors = [
+            split.take(split.pad(batch.input_ids.to(device, non_blocking=True), 0)),
+            split.take(split.pad(batch.labels.to(device, non_blocking=True), IGNORED_LABEL)),
+            split.take(split.pad_positions(batch.position_ids.to(device, non_blocking=True))),
         ]
-        for input_ids, labels, position_ids in zip(*parts, strict=True):
-            yield Microbatch(input_ids=input_ids, labels=labels, position_ids=position_ids)
+        if batch.document_ids is not None:
+            tensors.append(split.pad(batch.document_ids.to(device, non_blocking=True), -1))
+        for parts in zip(*(torch.split(tensor, size) for tensor in tensors), strict=True):
+            yield Microbatch(*parts)
+
+
+def _fill_up(batch: Batch, missing: int) -> Batch:
+    """Append sequences that count nothing."""
+    if not missing:
+        return batch
+
+    def longer(tensor: Tensor, fill: int | None = None) -> Tensor:
+        rows = tensor[-1:].expand(missing, -1)
+        return torch.cat([tensor, rows if fill is None else torch.full_like(rows, fill)])
+
+    return Batch(
+        input_ids=longer(batch.input_ids),
+        labels=longer(batch.labels, IGNORED_LABEL),
+        position_ids=longer(batch.position_ids),
+        document_ids=None if batch.document_ids is None else longer(batch.document_ids),
+    )
 
 
 def _tied_group(schedule: Schedule, mesh: Mesh) -> dist.ProcessGroup | None:

@@ -8,7 +8,7 @@ replicates over all of dp·sp, the other stages shard over all of it.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -28,6 +28,8 @@ class Mesh:
     """Axes pp, dp, sp, tp."""
     parameter_mesh: DeviceMesh
     """Axes pp, replicate, shard, tp."""
+    expert_mesh: DeviceMesh | None = None
+    """Axes pp, expert_replicate, ep, expert_shard, tp; of models with experts."""
 
     @property
     def rank(self) -> int:
@@ -101,6 +103,24 @@ class Mesh:
         return self.parameter_mesh["shard"]
 
     @property
+    def expert_fsdp_mesh(self) -> DeviceMesh:
+        """What :attr:`fsdp_mesh` is for experts: without ep, which holds different ones."""
+        if self.experts["expert_replicate"].size() > 1:
+            return self.experts["expert_replicate", "expert_shard"]
+        return self.experts["expert_shard"]
+
+    @property
+    def experts(self) -> DeviceMesh:
+        """The mesh that experts are spread over.
+
+        Raises:
+            RuntimeError: :func:`add_expert_mesh` was not called.
+        """
+        if self.expert_mesh is None:
+            raise RuntimeError("this mesh has no axes for experts")
+        return self.expert_mesh
+
+    @property
     def shard_rank(self) -> int:
         return int(self.parameter_mesh["shard"].get_local_rank())
 
@@ -141,6 +161,20 @@ def build_mesh(plan: Plan, device_type: str) -> Mesh:
             device_type, (degrees.pp, replicate, shard, degrees.tp), ["pp", "replicate", "shard", "tp"]
         ),
     )
+
+
+def add_expert_mesh(mesh: Mesh, plan: Plan) -> Mesh:
+    """Return the mesh with axes for experts, which re-divide dp·sp; a collective call of all ranks.
+
+    The ranks of an ``ep`` group are neighbours. What FSDP2 shards of their experts comes after ep in the order of
+    axes, so that a parameter's shards are contiguous chunks of contiguous chunks.
+    """
+    d = plan.degrees
+    rest = d.dp * d.sp // d.ep
+    replicate, shard = (rest, 1) if plan.zero_stage == 0 else (1, rest)
+    ranks = torch.arange(d.world_size).view(d.pp, replicate, shard, d.ep, d.tp).transpose(2, 3).contiguous()
+    names = ("pp", "expert_replicate", "ep", "expert_shard", "tp")
+    return replace(mesh, expert_mesh=DeviceMesh(mesh.device_mesh.device_type, ranks, mesh_dim_names=names))
 
 
 def _mesh(device_type: str, shape: Sequence[int], names: Sequence[str]) -> DeviceMesh:

@@ -5,13 +5,19 @@ from __future__ import annotations
 from hpjob.core.errors import UserInputError
 from hpjob.plan.model import Pipeline, Plan
 from hpjob.recipe.model import Recipe
+from hpjob.runtime.model.families import family_of
 from hpjob.runtime.parallel.region import chunk_bounds
 from hpjob.runtime.pipeline.schedule import SCHEDULES
 
 
 def unsupported(plan: Plan, recipe: Recipe) -> list[str]:
     """Return one sentence for everything in a plan that this runtime cannot run."""
-    return [*_unsupported_switches(plan), *_unsupported_shapes(plan, recipe)]
+    return [
+        *_unsupported_switches(plan),
+        *_unsupported_sequence(plan, recipe),
+        *_unsupported_experts(plan, recipe),
+        *_unsupported_shapes(plan, recipe),
+    ]
 
 
 def refuse_unsupported(plan: Plan, recipe: Recipe) -> None:
@@ -28,28 +34,40 @@ def refuse_unsupported(plan: Plan, recipe: Recipe) -> None:
 def _unsupported_switches(plan: Plan) -> list[str]:
     degrees = plan.degrees
     reasons = []
-    reasons += _unsupported_sequence(plan)
-    if degrees.ep > 1:
-        reasons.append("expert parallelism is not supported")
-    if plan.precision == "fp16":
-        reasons.append("precision fp16 is not supported, use bf16 or fp32")
     if plan.cpu_offload:
         reasons.append("cpu_offload is not supported")
     return [*reasons, *_unsupported_pipeline(plan.pipeline, degrees.pp)]
 
 
-def _unsupported_sequence(plan: Plan) -> list[str]:
+def _unsupported_sequence(plan: Plan, recipe: Recipe) -> list[str]:
     mode, degrees = plan.sequence_parallelism_mode, plan.degrees
-    if mode not in (None, "split_gather"):
-        return [f"sequence parallelism {mode} is not supported, use split_gather"]
-    if degrees.sp > 1:
-        return [f"sp {degrees.sp} is not supported: split_gather shares the tp group"]
+    if mode in ("split_gather", "ring"):
+        reasons = [f"{mode} needs tp of at least 2"] if degrees.tp == 1 else []
+        return [*reasons, f"sp {degrees.sp} is not possible: {mode} shares the tp group"] if degrees.sp > 1 else reasons
     if mode is None:
-        return []
-    if degrees.tp == 1:
-        return ["split_gather needs tp of at least 2"]
-    uneven = plan.seq_length % degrees.tp
-    return [f"seq_length {plan.seq_length} does not divide by tp {degrees.tp} (split_gather)"] if uneven else []
+        return [f"sp {degrees.sp} needs a sequence_parallelism_mode"] if degrees.sp > 1 else []
+    heads = recipe.model.num_attention_heads // degrees.tp
+    if mode == "all_to_all" and heads % degrees.sp:
+        return [
+            f"all_to_all spreads the {heads} attention heads of a tp rank over sp, which {degrees.sp} does not divide"
+        ]
+    return []
+
+
+def _unsupported_experts(plan: Plan, recipe: Recipe) -> list[str]:
+    shape, ep = recipe.model, plan.degrees.ep
+    takes_experts = family_of(shape.model_type).expert_block is not None
+    if takes_experts and shape.num_experts is None:
+        return [f"{shape.model_type} needs num_experts and num_experts_per_tok"]
+    if shape.num_experts is None:
+        return [f"ep {ep} needs a model with experts"] if ep > 1 else []
+    reasons = [] if takes_experts else [f"{shape.model_type} models have no experts"]
+    if shape.num_experts % ep:
+        reasons.append(f"num_experts {shape.num_experts} does not divide by ep {ep}")
+    data_ranks = plan.degrees.dp * plan.degrees.sp
+    if data_ranks % ep:
+        reasons.append(f"dp {plan.degrees.dp} x sp {plan.degrees.sp} does not divide by ep {ep}")
+    return reasons
 
 
 def _unsupported_pipeline(pipeline: Pipeline, pp: int) -> list[str]:
@@ -60,6 +78,8 @@ def _unsupported_pipeline(pipeline: Pipeline, pp: int) -> list[str]:
         return [f"pipeline style {style} is not supported, use {' or '.join(SCHEDULES)}"]
     if style == "1f1b":
         return [f"1f1b has one model chunk per pipeline rank, not {chunks}"] if chunks > 1 else []
+    if style == "zbv":
+        return [] if chunks == 2 else [f"zbv has two model chunks per pipeline rank, not {chunks}"]
     reasons = [] if chunks > 1 else [f"{style} needs at least two model chunks per pipeline rank"]
     if pipeline.num_microbatches % pp:
         reasons.append(f"{style} needs microbatches ({pipeline.num_microbatches}) in multiples of pp {pp}")
@@ -76,8 +96,9 @@ def _unsupported_shapes(plan: Plan, recipe: Recipe) -> list[str]:
         reasons.append(
             f"num_key_value_heads {shape.num_key_value_heads} and tp {tp}: neither is a multiple of the other"
         )
-    if shape.intermediate_size % tp:
-        reasons.append(f"intermediate_size {shape.intermediate_size} does not divide by tp {tp}")
+    width = shape.moe_intermediate_size or shape.intermediate_size
+    if width % tp:
+        reasons.append(f"intermediate_size {width} does not divide by tp {tp}")
     if chunk_bounds(shape.vocab_size, tp, tp - 1)[0] == shape.vocab_size:
         reasons.append(f"vocab_size {shape.vocab_size} leaves a rank of tp {tp} without tokens")
     expected = plan.degrees.dp * plan.pipeline.num_microbatches * plan.pipeline.microbatch_size

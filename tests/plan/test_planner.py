@@ -71,7 +71,15 @@ def test_tiny_runs_as_two_by_two_by_two_here() -> None:
     [
         (["parallel.tp_size=3"], "tp 3 does not divide the world size 32"),
         (["parallel.tp_size=4", "parallel.pp_size=3"], "tp 4 x pp 3 = 12 does not divide the world size 32"),
-        (["parallel.tp_size=16"], "8 key-value heads do not divide by tp 16"),
+        (
+            [
+                "parallel.tp_size=32",
+                "model.num_attention_heads=96",
+                "model.num_key_value_heads=48",
+                "model.head_dim=128",
+            ],
+            "48 key-value heads and tp 32: neither is a multiple of the other",
+        ),
         (["parallel.pp_size=32", "model.num_hidden_layers=8"], "8 layers are fewer than pp 32"),
         (
             ["parallel.tp_size=4", "parallel.pp_size=4", "parallel.sp_size=1", "training.global_batch_size=15"],

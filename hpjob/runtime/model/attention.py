@@ -1,50 +1,60 @@
-"""Our attention function, chosen by decoder layers through transformers' attention interface."""
+"""The attention kernel of a plan, and its recomputation in the backward pass."""
 
 from __future__ import annotations
 
 from typing import Any
 
-from torch import Tensor, nn
+import torch
+from torch import Tensor
 from torch.utils.checkpoint import checkpoint
-from transformers import AttentionInterface
-from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
-ATTENTION_NAME = "hpjob"
-RECOMPUTE_ATTRIBUTE = "hpjob_recompute_attention"
-"""Set on an attention module whose softmax part is recomputed in the backward pass."""
+from hpjob.plan.model import Axis, Plan
+from hpjob.runtime.mesh import Mesh
+from hpjob.runtime.sequence.attention_interface import (
+    AttentionKernel,
+    LocalAttentionKernel,
+    RingAttentionKernel,
+    UlyssesAttentionKernel,
+)
+from hpjob.runtime.sequence.ring import Ring
 
 
-def attention_forward(
-    module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, **kwargs: Any
-) -> tuple[Tensor, None]:
-    """Causal attention through SDPA.
+class RecomputedAttention:
+    """Keeps q, k and v instead of what the kernel saves, and runs the kernel again in the backward pass.
 
     Args:
-        module: The attention module that calls.
-        query: (batch, this rank's query heads, seq, head_dim).
-        key: (batch, this rank's key-value heads, seq, head_dim).
-        value: Same shape as ``key``.
-        attention_mask: None = causal.
-        kwargs: ``scaling``, ``dropout`` and others of transformers' interface.
-
-    Returns:
-        The output as (batch, seq, heads, head_dim), and None for the weights.
+        kernel: What computes.
     """
-    if getattr(module, RECOMPUTE_ATTRIBUTE, False) and module.training:
-        output: tuple[Tensor, None] = checkpoint(
-            sdpa_attention_forward,
-            module,
-            query,
-            key,
-            value,
-            attention_mask,
-            use_reentrant=False,
-            preserve_rng_state=False,
-            **kwargs,
-        )
+
+    def __init__(self, kernel: AttentionKernel) -> None:
+        self._kernel = kernel
+        self.name = kernel.name
+
+    def __call__(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        *,
+        scale: float | None,
+        document_ids: Tensor | None,
+        sliding_window: int | None,
+    ) -> Tensor:
+        settings: dict[str, Any] = {"scale": scale, "document_ids": document_ids, "sliding_window": sliding_window}
+        if not torch.is_grad_enabled():
+            return self._kernel(q, k, v, **settings)
+        output: Tensor = checkpoint(self._kernel, q, k, v, use_reentrant=False, preserve_rng_state=False, **settings)
         return output
-    result: tuple[Tensor, None] = sdpa_attention_forward(module, query, key, value, attention_mask, **kwargs)
-    return result
+
+    def describe(self, q: Tensor, k: Tensor, *, needs_bias: bool = False) -> str:
+        return f"{self._kernel.describe(q, k, needs_bias=needs_bias)}, recomputed"
 
 
-AttentionInterface.register(ATTENTION_NAME, attention_forward)
+def attention_kernel(plan: Plan, mesh: Mesh) -> AttentionKernel:
+    """Return the kernel of a plan's sequence parallelism mode; one object serves all layers."""
+    kernel: AttentionKernel = LocalAttentionKernel()
+    if plan.sequence_parallelism_mode == "ring_attn":
+        kernel = RingAttentionKernel(Ring(group=mesh.group(Axis.SP)))
+    elif plan.sequence_parallelism_mode == "all_to_all":
+        kernel = UlyssesAttentionKernel(mesh.group(Axis.SP))
+    return RecomputedAttention(kernel) if plan.recompute == "selective" else kernel

@@ -6,18 +6,29 @@ layers of a stage. Sizes are static, because kernels for any size are slower; a 
 
 from __future__ import annotations
 
+import importlib.util
 from typing import Any
 
 import torch
 
+from hpjob.plan.model import Plan
 from hpjob.recipe.model import Recipe
 from hpjob.runtime.model.stage import DecoderStage
 
 
 def wants_compile(recipe: Recipe, device: torch.device) -> bool:
-    """Whether layers are compiled: as the recipe says, else on GPUs."""
+    """Whether layers are compiled: as the recipe says, else on GPUs where Triton makes the kernels."""
     wish = recipe.parallel.enable_jit_fused
-    return device.type == "cuda" if wish == "auto" else wish
+    if wish == "auto":
+        return device.type == "cuda" and importlib.util.find_spec("triton") is not None
+    return wish
+
+
+def compiles_layers(plan: Plan, recipe: Recipe, device: torch.device) -> bool:
+    """Whether :func:`compile_stage` can be used: messages inside a layer and deferred gradients cannot be traced."""
+    traceable = plan.sequence_parallelism_mode in (None, "split_gather")
+    traceable = traceable and plan.pipeline.style != "zbv" and recipe.model.num_experts is None
+    return traceable and wants_compile(recipe, device)
 
 
 def compile_stage(stage: DecoderStage) -> None:

@@ -19,22 +19,30 @@ _BLOCK_ELEMENTS = 1 << 20
 
 
 def initial_region(
-    name: str, shape: Sequence[int], offsets: Sequence[int], sizes: Sequence[int], *, seed: int, std: float
+    name: str,
+    shape: Sequence[int],
+    offsets: Sequence[int],
+    sizes: Sequence[int],
+    *,
+    seed: int,
+    std: float,
+    gain: float = 1.0,
 ) -> Tensor:
     """Return a rectangular part of a parameter's initial value, fp32 on the CPU.
 
     Args:
         name: Global parameter name, such as ``model.layers.0.mlp.up_proj.weight``. Vectors named
-            ``*.weight`` are norm gains and start at one, ``*.bias`` at zero, matrices at a normal
+            ``*.weight`` are norm gains and start at ``gain``, ``*.bias`` at zero, matrices at a normal
             distribution.
         shape: Global shape.
         offsets: Where the part begins, per dim.
         sizes: Extent of the part, per dim.
         seed: Seed of the run.
         std: Standard deviation of matrices.
+        gain: Of norms.
     """
     if len(shape) == 1 or name.endswith(".bias"):
-        return torch.full(tuple(sizes), 0.0 if name.endswith(".bias") else 1.0)
+        return torch.full(tuple(sizes), 0.0 if name.endswith(".bias") else gain)
     part = torch.empty(tuple(sizes))
     if part.numel() == 0:
         return part
@@ -50,9 +58,9 @@ def initial_region(
     return part
 
 
-def initial_weight(name: str, shape: Sequence[int], *, seed: int, std: float) -> Tensor:
+def initial_weight(name: str, shape: Sequence[int], *, seed: int, std: float, gain: float = 1.0) -> Tensor:
     """Return a parameter's whole initial value; see :func:`initial_region`."""
-    return initial_region(name, shape, [0] * len(shape), shape, seed=seed, std=std)
+    return initial_region(name, shape, [0] * len(shape), shape, seed=seed, std=std, gain=gain)
 
 
 def _generator(seed: int, name: str, block: int) -> torch.Generator:

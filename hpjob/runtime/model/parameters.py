@@ -6,11 +6,14 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.tensor.placement_types import Placement
 
 from hpjob.core.errors import UserInputError
 from hpjob.plan.model import Axis
 from hpjob.runtime.mesh import Mesh
+from hpjob.runtime.model.experts import expert_modules, expert_placements, expert_region
 from hpjob.runtime.model.initial import initial_region
 from hpjob.runtime.model.stage import EMBEDDING, DecoderStage
 from hpjob.runtime.optimizer.master import MasterWeight
@@ -31,6 +34,7 @@ class ShardedParameter:
         partial_over_tp: Its gradient is this rank's share and needs a sum over the tensor-parallel group.
         tied_copy: A head on the last stage that is one with the embedding on the first.
         master: fp32 value of a ``parameter`` in bf16; None = ``parameter`` is fp32 itself.
+        described: Mesh and placements of the whole tensor, where those of ``parameter`` do not say it.
     """
 
     name: str
@@ -40,6 +44,7 @@ class ShardedParameter:
     partial_over_tp: bool
     tied_copy: bool
     master: MasterWeight | None = None
+    described: tuple[DeviceMesh, tuple[Placement, ...]] | None = None
 
     @property
     def decays(self) -> bool:
@@ -54,26 +59,28 @@ class ShardedParameter:
     @property
     def local(self) -> Tensor:
         """The fp32 shard itself, which the optimizer updates and checkpoints hold."""
-        return _local(self.parameter.detach()) if self.master is None else self.master.value
+        return self._shaped(_local(self.parameter.detach()) if self.master is None else self.master.value)
 
     @property
     def weight(self) -> Tensor:
         """:attr:`local`, described as cut like the parameter."""
-        return self.parameter.detach() if self.master is None else self.like(self.master.value)
+        as_it_is = self.master is None and self.described is None
+        return self.parameter.detach() if as_it_is else self.like(self.local)
 
     @property
     def compute_weight(self) -> Tensor | None:
         """The rounded copy of :attr:`local` that is computed with; None = there is none beside it."""
-        return None if self.master is None else _local(self.parameter.detach())
+        return None if self.master is None else self._shaped(_local(self.parameter.detach()))
 
     @property
     def local_gradient(self) -> Tensor | None:
         """The gradient's shard, or None when nothing reached this parameter."""
         if self.master is not None:
             self.collect_gradient()
-            return self.master.gradient
-        gradient = self.parameter.grad
-        return None if gradient is None else _local(gradient)
+            gradient = self.master.gradient
+        else:
+            gradient = self.parameter.grad
+        return None if gradient is None else self._shaped(_local(gradient))
 
     def collect_gradient(self) -> None:
         """Add what the last backward pass left to the fp32 sum, where this parameter has one."""
@@ -96,6 +103,10 @@ class ShardedParameter:
 
     def like(self, local: Tensor) -> Tensor:
         """Describe another local tensor as cut like this parameter."""
+        if self.described is not None:
+            shape = self.region.shape
+            stride = torch.empty(shape, device="meta").stride()
+            return DTensor.from_local(local, *self.described, run_check=False, shape=torch.Size(shape), stride=stride)
         parameter = self.parameter
         if not isinstance(parameter, DTensor):
             return local
@@ -108,6 +119,11 @@ class ShardedParameter:
             stride=parameter.stride(),
         )
 
+    def _shaped(self, tensor: Tensor) -> Tensor:
+        """The dims that the region tells apart may be one in what is computed with."""
+        sizes = self.region.sizes
+        return tensor if tuple(tensor.shape) == sizes else tensor.view(sizes)
+
 
 def _local(tensor: Tensor) -> Tensor:
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
@@ -118,6 +134,7 @@ class _Cut:
     region: Region
     over_tp: bool
     partial_over_tp: bool
+    is_expert: bool = False
 
 
 def plan_cuts(stage: DecoderStage, mesh: Mesh) -> dict[str, _Cut]:
@@ -132,8 +149,14 @@ def plan_cuts(stage: DecoderStage, mesh: Mesh) -> dict[str, _Cut]:
         if isinstance(module, SharedHeadLinear)
         for parameter in module.parameters(recurse=False)
     }
+    shared |= {id(parameter) for norm in stage.head_norms() for parameter in norm.parameters()}
+    router = () if stage.expert_block is None else (f".{stage.expert_block}.",)
+    experts = [f"{name}." for name, _ in expert_modules(stage)]
     cuts = {}
     for name, parameter in stage.named_parameters():
+        if name.startswith(tuple(experts)):
+            cuts[name] = _Cut(expert_region(name, parameter, mesh), mesh.degrees.tp > 1, False, is_expert=True)
+            continue
         region = Region.whole(tuple(parameter.shape))
         dim = parameter_shard_dim(parameter, mesh.shard_size)
         over_tp = isinstance(parameter, DTensor)
@@ -143,7 +166,8 @@ def plan_cuts(stage: DecoderStage, mesh: Mesh) -> dict[str, _Cut]:
                 region = region.chunk(placement.dim, mesh.degrees.tp, mesh.coordinate(Axis.TP))
                 _refuse_doubly_uneven(name, parameter, placement.dim, dim, mesh)
         region = region.chunk(dim, mesh.shard_size, mesh.shard_rank)
-        partial = id(parameter) in shared or (stage.region.splits_sequence and not over_tp)
+        used_on_a_part = stage.region.splits_sequence and not over_tp and not any(part in name for part in router)
+        partial = id(parameter) in shared or used_on_a_part
         cuts[name] = _Cut(region, over_tp, partial)
     return cuts
 
@@ -180,10 +204,11 @@ def materialise(
     """
     stage.to(dtype=compute_dtype).to_empty(device=device)
     result = []
-    first_copy = mesh.replicate_rank == 0
     for name, (global_name, parameter) in zip(cuts, stage.global_parameters(), strict=True):
         cut = cuts[name]
         tied_copy = global_name == EMBEDDING != name
+        copy_number = mesh.experts["expert_replicate"].get_local_rank() if cut.is_expert else mesh.replicate_rank
+        first_copy = copy_number == 0
         result.append(
             ShardedParameter(
                 name=global_name,
@@ -193,9 +218,10 @@ def materialise(
                 partial_over_tp=cut.partial_over_tp,
                 tied_copy=tied_copy,
                 master=_master(parameter, needs_single=cut.partial_over_tp or global_name == EMBEDDING),
+                described=expert_placements(mesh) if cut.is_expert else None,
             )
         )
-        _fill(result[-1], seed=seed, std=stage.shape.initializer_range)
+        _fill(result[-1], seed=seed, std=stage.shape.initializer_range, gain=stage.norm_start)
         result[-1].publish()
     return result
 
@@ -203,13 +229,14 @@ def materialise(
 def _master(parameter: nn.Parameter, *, needs_single: bool) -> MasterWeight | None:
     if parameter.dtype is torch.float32:
         return None
+    # A loss scale is divided out of the gradient, which fp16 has no room for.
+    needs_single = needs_single or parameter.dtype is torch.float16
     return MasterWeight(torch.empty_like(_local(parameter.detach()), dtype=torch.float32), needs_single)
 
 
-def _fill(item: ShardedParameter, *, seed: int, std: float) -> None:
+def _fill(item: ShardedParameter, *, seed: int, std: float, gain: float) -> None:
     region = item.region
     local = item.local
-    if tuple(local.shape) != region.sizes:
-        raise RuntimeError(f"{item.name}: shard has shape {tuple(local.shape)}, expected {region.sizes}")
+    initial = initial_region(item.name, region.shape, region.offsets, region.sizes, seed=seed, std=std, gain=gain)
     with torch.no_grad():
-        local.copy_(initial_region(item.name, region.shape, region.offsets, region.sizes, seed=seed, std=std))
+        local.copy_(initial)

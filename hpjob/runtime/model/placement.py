@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
 
 from hpjob.recipe.model import ModelShape
 from hpjob.runtime.model.families import Family, Placement
-from hpjob.runtime.parallel.linear import ColumnParallelLinear, RowParallelLinear, SharedHeadLinear
+from hpjob.runtime.parallel.linear import ColumnParallelLinear, GatheredLinear, RowParallelLinear, SharedHeadLinear
 from hpjob.runtime.parallel.tensor_region import TensorRegion
+from hpjob.runtime.sequence.split_gather import SequenceLinearSettings, gather_linear
 
 
 def place_layer(layer: nn.Module, family: Family, shape: ModelShape, region: TensorRegion) -> None:
@@ -26,7 +28,11 @@ def place_layer(layer: nn.Module, family: Family, shape: ModelShape, region: Ten
     key_value_heads = max(1, shape.num_key_value_heads // region.size)
     attention.num_key_value_groups = query_heads // key_value_heads  # type: ignore[assignment]
     for name in family.parallel_blocks:
-        _enter_parallel_region(layer.get_submodule(name), region)
+        block = layer.get_submodule(name)
+        if region.is_ring:
+            _enter_ring(block, region)
+        else:
+            _enter_parallel_region(block, region)
 
 
 def _cut(linear: nn.Linear, placement: Placement, shape: ModelShape, region: TensorRegion) -> nn.Module:
@@ -44,9 +50,31 @@ def _cut(linear: nn.Linear, placement: Placement, shape: ModelShape, region: Ten
 def _enter_parallel_region(block: nn.Module, region: TensorRegion) -> None:
     """Sum the gradient of a block's input once, however many cut layers read that input."""
 
-    def enter(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        if args:
-            return (region.enter(args[0]), *args[1:]), kwargs
-        return args, {**kwargs, "hidden_states": region.enter(kwargs["hidden_states"])}
+    _change_input(block, region.enter)
 
-    block.register_forward_pre_hook(enter, with_kwargs=True)
+
+def _enter_ring(block: nn.Module, region: TensorRegion) -> None:
+    """Multiply with the weights of all of a block's cut layers while the parts of its input go round."""
+    columns = [module for module in block.modules() if isinstance(module, GatheredLinear)]
+
+    def enter(shard: Tensor) -> Tensor:
+        queue = columns[0].queue
+        defer = None if queue is None else queue.defer_for([target for c in columns for target in c.targets])
+        settings = SequenceLinearSettings(group=region.group, is_ring=True, defer_weight_gradients=defer)
+        weights = [column.used_weight() for column in columns]
+        for column, product in zip(columns, gather_linear(shard, weights, settings), strict=True):
+            column.ready = product
+        batch, length, width = shard.shape
+        # The block reads no more than the shape of its input; its layers have their products.
+        return shard.new_empty(()).expand(batch, length * region.size, width)
+
+    _change_input(block, enter)
+
+
+def _change_input(block: nn.Module, change: Callable[[Tensor], Tensor]) -> None:
+    def hook(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        if args:
+            return (change(args[0]), *args[1:]), kwargs
+        return args, {**kwargs, "hidden_states": change(kwargs["hidden_states"])}
+
+    block.register_forward_pre_hook(hook, with_kwargs=True)

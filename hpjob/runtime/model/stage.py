@@ -17,13 +17,15 @@ from torch.utils.checkpoint import checkpoint
 
 from hpjob.plan.model import Plan
 from hpjob.recipe.model import ModelShape
-from hpjob.runtime.model.attention import RECOMPUTE_ATTRIBUTE
 from hpjob.runtime.model.families import Family
 from hpjob.runtime.model.placement import place_layer
-from hpjob.runtime.parallel.linear import ColumnParallelLinear, local_tensor
+from hpjob.runtime.moe.expert_parallel import ExpertParallelExperts
+from hpjob.runtime.parallel.linear import ColumnParallelLinear, DeferringLinear, local_tensor
 from hpjob.runtime.parallel.region import chunk_bounds
 from hpjob.runtime.parallel.tensor_region import TensorRegion
 from hpjob.runtime.parallel.vocabulary import VocabularyParallelEmbedding, cross_entropy_sum
+from hpjob.runtime.sequence.attention_interface import AttentionKernel, install_attention
+from hpjob.runtime.weight_gradients import WeightGradientQueue
 
 EMBEDDING = "model.embed_tokens.weight"
 HEAD = "lm_head.weight"
@@ -65,9 +67,18 @@ class DecoderStage(nn.Module):
         part: Layers and ends that this stage holds.
         plan: Recomputation policy.
         region: Edges of the tensor-parallel region.
+        kernel: Attention of all layers.
     """
 
-    def __init__(self, family: Family, shape: ModelShape, part: StagePart, plan: Plan, region: TensorRegion) -> None:
+    def __init__(
+        self,
+        family: Family,
+        shape: ModelShape,
+        part: StagePart,
+        plan: Plan,
+        region: TensorRegion,
+        kernel: AttentionKernel,
+    ) -> None:
         super().__init__()
         self.part = part
         self.shape = shape
@@ -93,12 +104,32 @@ class DecoderStage(nn.Module):
                     )
         for layer in layers.values():
             place_layer(layer, family, shape, region)
-            setattr(layer.self_attn, RECOMPUTE_ATTRIBUTE, plan.recompute == "selective")
+        install_attention(self.model.layers, kernel)
 
     def make_rotary(self, device: torch.device) -> None:
         """Make the rotary buffers; they are computed, not loaded, and need a real device."""
         with device:
             self.rotary = self._family.rotary(self._config)
+
+    def defer_weight_gradients(self, queue: WeightGradientQueue | None) -> None:
+        """Let all linear layers leave their weight gradients to a queue; None = compute them at once."""
+        for module in self.modules():
+            if isinstance(module, DeferringLinear | ExpertParallelExperts):
+                module.queue = queue
+
+    @property
+    def expert_block(self) -> str | None:
+        """Name of the module of a decoder layer that has experts; None = there is none."""
+        return self._family.expert_block
+
+    @property
+    def norm_start(self) -> float:
+        """Initial gain of the norms."""
+        return self._family.norm_start
+
+    def head_norms(self) -> list[nn.Module]:
+        """Norms that act on this rank's attention heads only."""
+        return [layer.get_submodule(name) for layer in self.decoder_layers for name in self._family.head_norms]
 
     @property
     def decoder_layers(self) -> list[nn.Module]:
@@ -110,27 +141,41 @@ class DecoderStage(nn.Module):
         for name, parameter in self.named_parameters():
             yield (EMBEDDING if self.tied and name == HEAD else name), parameter
 
-    def forward(self, inputs: Tensor, position_ids: Tensor) -> Tensor:
+    def forward(self, inputs: Tensor, position_ids: Tensor, document_ids: Tensor | None = None) -> Tensor:
         """Run the stage.
 
         Args:
             inputs: Token ids (batch, seq) on the first stage, else hidden states (batch, seq, hidden); of a
                 split sequence this rank's part.
-            position_ids: (batch, seq), of the whole sequence.
+            position_ids: (batch, seq), of all tokens that meet in attention's linear layers.
+            document_ids: (batch, whole sequence); tokens see only their own document. None = one a sequence.
 
         Returns:
             Hidden states, or on the last stage this rank's chunk of the logits (batch, seq, vocab chunk).
         """
-        hidden: Tensor = self.model.embed_tokens(inputs) if self.part.is_first else inputs  # type: ignore[operator]
-        positions = self.rotary(hidden, position_ids)
+        hidden = self._embed(inputs) if self.part.is_first else inputs
+        arguments: dict[str, Any] = {
+            "position_ids": position_ids,
+            "position_embeddings": self.rotary(hidden, position_ids),
+            "attention_mask": None,
+        }
+        if document_ids is not None:
+            arguments["document_ids"] = document_ids
         for number, layer in enumerate(self.decoder_layers):
             recompute = bool(self.recompute_every) and number % self.recompute_every == 0
-            hidden = _run_layer(layer, hidden, position_ids, positions, recompute=recompute and self.training)
+            hidden = _run_layer(layer, hidden, arguments, recompute=recompute and self.training)
         return self._logits(hidden) if self.part.is_last else hidden
 
     def loss_sum(self, logits: Tensor, labels: Tensor) -> Tensor:
         """Return the sum of the token losses of one microbatch, fp32."""
         return cross_entropy_sum(logits, labels, begin=self.vocab_begin, group=self.region.group)
+
+    def _embed(self, input_ids: Tensor) -> Tensor:
+        hidden: Tensor = self.model.embed_tokens(input_ids)  # type: ignore[operator]
+        if not self._family.scales_embedding:
+            return hidden
+        # Rounded like the activations, as transformers does.
+        return hidden * torch.tensor(self.shape.hidden_size**0.5, dtype=hidden.dtype, device=hidden.device)
 
     def _logits(self, hidden: Tensor) -> Tensor:
         hidden = self.region.enter(self.model.norm(hidden))  # type: ignore[operator]
@@ -140,19 +185,7 @@ class DecoderStage(nn.Module):
         return logits
 
 
-def _run_layer(
-    layer: Callable[..., Any],
-    hidden: Tensor,
-    position_ids: Tensor,
-    position_embeddings: tuple[Tensor, Tensor],
-    *,
-    recompute: bool,
-) -> Tensor:
-    arguments: dict[str, Any] = {
-        "position_ids": position_ids,
-        "position_embeddings": position_embeddings,
-        "attention_mask": None,
-    }
+def _run_layer(layer: Callable[..., Any], hidden: Tensor, arguments: dict[str, Any], *, recompute: bool) -> Tensor:
     if recompute:
         output = checkpoint(layer, hidden, use_reentrant=False, preserve_rng_state=False, **arguments)
     else:

@@ -17,7 +17,7 @@ from hpjob.core.errors import UserInputError
 from hpjob.runtime.moe.dispatch import combine, dispatch, route
 from hpjob.runtime.moe.grouped_linear import grouped_linear
 from hpjob.runtime.moe.tensor_parallel_edges import sum_gradients, sum_outputs
-from hpjob.runtime.weight_gradients import DeferWeightGradients
+from hpjob.runtime.weight_gradients import DeferWeightGradients, GradientTarget, WeightGradientQueue
 
 
 class ExpertParallelExperts(nn.Module):
@@ -30,7 +30,7 @@ class ExpertParallelExperts(nn.Module):
     Attributes:
         gate_up_proj: Shape (local experts, 2 * local intermediate, hidden), the gate's rows first.
         down_proj: Shape (local experts, hidden, local intermediate).
-        defer_weight_gradients: Set by a pipeline schedule that computes weight gradients later.
+        queue: Set by a pipeline schedule that computes weight gradients later.
 
     Args:
         gate_up_proj: This rank's experts, contiguous in the order of ranks.
@@ -53,7 +53,7 @@ class ExpertParallelExperts(nn.Module):
         self.down_proj = nn.Parameter(down_proj)
         self.act_fn = act_fn
         self.num_experts = gate_up_proj.shape[0] * dist.get_world_size(group)
-        self.defer_weight_gradients: DeferWeightGradients | None = None
+        self.queue: WeightGradientQueue | None = None
         self._group = group
         self._tp_group = tp_group
 
@@ -74,11 +74,14 @@ class ExpertParallelExperts(nn.Module):
             )
         routing = route(top_k_index, self.num_experts, self._group)
         rows = dispatch(hidden_states, routing)
-        counts, defer = routing.rows_per_expert, self.defer_weight_gradients
-        gate, up = grouped_linear(rows, self.gate_up_proj, counts, defer).chunk(2, dim=-1)
-        rows = grouped_linear(self.act_fn(gate) * up, self.down_proj, counts, defer)
+        counts = routing.rows_per_expert
+        gate, up = grouped_linear(rows, self.gate_up_proj, counts, self._defer(self.gate_up_proj)).chunk(2, dim=-1)
+        rows = grouped_linear(self.act_fn(gate) * up, self.down_proj, counts, self._defer(self.down_proj))
         out = combine(rows, top_k_weights, routing)
         return out if self._tp_group is None else sum_outputs(out, self._tp_group)
+
+    def _defer(self, parameter: nn.Parameter) -> DeferWeightGradients | None:
+        return None if self.queue is None else self.queue.defer_for([GradientTarget(parameter)])
 
 
 def expert_modules(module: nn.Module) -> Iterator[tuple[Any, str, Any]]:

@@ -35,36 +35,37 @@ class AdamW:
         self._parameters = list(parameters)
         self._settings = settings
         self._compiled = compiled
-        self._first = {item.name: torch.zeros_like(item.local) for item in parameters}
-        self._second = {item.name: torch.zeros_like(item.local) for item in parameters}
+        # By parameter and not by name: a rank may hold both copies of a tied one.
+        self._first = {id(item): torch.zeros_like(item.local) for item in parameters}
+        self._second = {id(item): torch.zeros_like(item.local) for item in parameters}
         self.steps = 0
         """Updates made so far."""
 
-    def step(self, lr: float, norm: Tensor) -> None:
+    def step(self, lr: float, norm: Tensor, loss_scale: float = 1.0) -> None:
         """Clip and update the parameters in place from their gradients.
 
         Args:
             lr: Learning rate.
-            norm: Norm of all gradients of the whole mesh, a scalar tensor.
+            norm: Norm of all gradients of the whole mesh without the loss scale, a scalar tensor.
+            loss_scale: Contained in the gradients.
         """
         if self._compiled:
-            self._update_compiled(lr, norm)
+            self._update_compiled(lr, clip_scale(norm, self._settings.max_norm, loss_scale))
         else:
-            clip(self._parameters, norm, self._settings.max_norm)
+            clip(self._parameters, norm, self._settings.max_norm, loss_scale)
             for decays in (True, False):
                 self._update([item for item in self._parameters if item.decays is decays], lr, decays=decays)
             for item in self._parameters:
                 item.publish()
         self.steps += 1
 
-    def _update_compiled(self, lr: float, norm: Tensor) -> None:
-        scale = clip_scale(norm, self._settings.max_norm)
+    def _update_compiled(self, lr: float, scale: Tensor) -> None:
         update = FusedUpdate(self._settings, lr, self.steps + 1, scale)
         with torch.no_grad():
             for item in self._parameters:
                 gradient = item.local_gradient
                 if gradient is not None and gradient.numel():
-                    moments = self._first[item.name], self._second[item.name]
+                    moments = self._first[id(item)], self._second[id(item)]
                     update.apply(item.local, *moments, gradient, item.compute_weight, decays=item.decays)
 
     def _update(self, items: list[ShardedParameter], lr: float, *, decays: bool) -> None:
@@ -79,8 +80,8 @@ class AdamW:
             adamw(
                 [item.local for item, _ in held],
                 [gradient.float() for _, gradient in held],
-                [self._first[item.name] for item, _ in held],
-                [self._second[item.name] for item, _ in held],
+                [self._first[id(item)] for item, _ in held],
+                [self._second[id(item)] for item, _ in held],
                 [],
                 list(counters),
                 fused=True,
@@ -97,8 +98,8 @@ class AdamW:
         """Return the moments under ``optimizer.exp_avg.<name>`` and so on, cut like their parameters."""
         state: dict[str, Any] = {_STEP: torch.tensor(self.steps, dtype=torch.int64)}
         for item in self._parameters:
-            state[f"{_FIRST}.{item.name}"] = item.like(self._first[item.name])
-            state[f"{_SECOND}.{item.name}"] = item.like(self._second[item.name])
+            state[f"{_FIRST}.{item.name}"] = item.like(self._first[id(item)])
+            state[f"{_SECOND}.{item.name}"] = item.like(self._second[id(item)])
         return state
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -106,7 +107,7 @@ class AdamW:
         self.steps = int(state[_STEP])
         for item in self._parameters:
             for prefix, mine in ((_FIRST, self._first), (_SECOND, self._second)):
-                copy_local(mine[item.name], state[f"{prefix}.{item.name}"])
+                copy_local(mine[id(item)], state[f"{prefix}.{item.name}"])
 
 
 def copy_local(target: Tensor, source: Tensor) -> None:

@@ -25,6 +25,14 @@ def sum_gradients(items: Sequence[ShardedParameter], group: dist.ProcessGroup) -
         gradient.copy_(part.view_as(gradient))
 
 
+def add_gradients(copies: Sequence[ShardedParameter]) -> None:
+    """Give all copies of one parameter on this rank the sum of their gradients."""
+    gradients = [gradient for item in copies if (gradient := item.local_gradient) is not None]
+    total = torch.stack(gradients).sum(0)
+    for gradient in gradients:
+        gradient.copy_(total)
+
+
 def local_squared_norm(items: Sequence[ShardedParameter], device: torch.device) -> Tensor:
     """Return the squared norm of the gradients that this rank counts, fp64.
 
@@ -37,15 +45,20 @@ def local_squared_norm(items: Sequence[ShardedParameter], device: torch.device) 
     return torch.stack(torch._foreach_norm(counted, 2, dtype=torch.float32)).double().square().sum().to(device)
 
 
-def clip(items: Sequence[ShardedParameter], norm: Tensor, max_norm: float) -> None:
-    """Scale all gradients so that their global norm is at most ``max_norm``; 0 = never."""
+def clip(items: Sequence[ShardedParameter], norm: Tensor, max_norm: float, loss_scale: float = 1.0) -> None:
+    """Undo the loss scale and bring the global norm of all gradients down to ``max_norm``; 0 = leave it."""
     gradients = [gradient for item in items if (gradient := item.local_gradient) is not None]
-    if max_norm and gradients:
-        torch._foreach_mul_(gradients, clip_scale(norm, max_norm))
+    if (max_norm or loss_scale != 1.0) and gradients:
+        torch._foreach_mul_(gradients, clip_scale(norm, max_norm, loss_scale))
 
 
-def clip_scale(norm: Tensor, max_norm: float) -> Tensor:
-    """Return the factor, fp32, that brings gradients of this norm down to ``max_norm``; 0 = never."""
-    if not max_norm:
-        return torch.ones_like(norm, dtype=torch.float32)
-    return (max_norm / (norm + 1e-6)).clamp(max=1.0).float()
+def clip_scale(norm: Tensor, max_norm: float, loss_scale: float = 1.0) -> Tensor:
+    """Return the factor of the gradients, fp32.
+
+    Args:
+        norm: Of all gradients, without the loss scale.
+        max_norm: What the norm is brought down to; 0 = nothing is clipped.
+        loss_scale: Contained in the gradients.
+    """
+    factor = (max_norm / (norm + 1e-6)).clamp(max=1.0) if max_norm else torch.ones_like(norm)
+    return (factor / loss_scale).float() if loss_scale != 1.0 else factor.float()

@@ -10,6 +10,8 @@ import torch.distributed._functional_collectives as functional
 from torch import Tensor
 from torch.autograd import Function
 
+from hpjob.runtime.sequence.sequence_collectives import wait_for
+
 _OPERATIONS = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX}
 
 
@@ -19,8 +21,7 @@ def all_reduce(tensor: Tensor, group: dist.ProcessGroup, op: Literal["sum", "max
     Compiled code gets the form that the compiler can see into, and decides itself what is done in place.
     """
     if torch.compiler.is_compiling():
-        result: Tensor = functional.wait_tensor(functional.all_reduce(tensor, op, group))  # type: ignore[no-untyped-call]
-        return result
+        return wait_for(functional.all_reduce(tensor, op, group))
     dist.all_reduce(tensor, op=_OPERATIONS[op], group=group)
     return tensor
 

@@ -19,6 +19,7 @@ from typing import Protocol
 
 import torch
 from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor, Shard
 
@@ -26,10 +27,12 @@ from hpjob.plan.model import Plan
 from hpjob.recipe.model import Precision
 from hpjob.runtime.mesh import Mesh
 from hpjob.runtime.model.stage import DecoderStage
+from hpjob.runtime.moe.expert_parallel import ExpertParallelExperts
 
 COMPUTE_DTYPE: dict[Precision, torch.dtype] = {
     "fp32": torch.float32,
     "bf16": torch.bfloat16,
+    "fp16": torch.float16,
 }
 """Dtype of activations and of gathered parameters; shards and reductions are fp32."""
 
@@ -48,7 +51,8 @@ def shard_dim(local_shape: torch.Size, *, tp_dim: int | None, tp_even: bool, par
 
 
 def shard_stage(stage: DecoderStage, plan: Plan, mesh: Mesh) -> None:
-    """Apply FSDP2 to a stage on the meta device: one unit a decoder layer, one for the rest.
+    """Apply FSDP2 to a stage on the meta device: one unit a decoder layer, one for
+    its experts, one for the rest.
 
     Without data parallelism there is nothing to shard or reduce, and the stage stays as it is: FSDP2 would copy
     all weights and gradients once more on their way.
@@ -62,10 +66,14 @@ def shard_stage(stage: DecoderStage, plan: Plan, mesh: Mesh) -> None:
     def placement(parameter: nn.Parameter) -> Shard:
         return Shard(parameter_shard_dim(parameter, mesh.shard_size))
 
-    for module in (*stage.decoder_layers, stage):
+    units: list[tuple[nn.Module, DeviceMesh]] = [
+        (module, mesh.expert_fsdp_mesh) for module in stage.modules() if isinstance(module, ExpertParallelExperts)
+    ]
+    units += [(module, mesh.fsdp_mesh) for module in (*stage.decoder_layers, stage)]
+    for module, unit_mesh in units:
         fully_shard(
             module,
-            mesh=mesh.fsdp_mesh,
+            mesh=unit_mesh,
             reshard_after_forward=plan.zero_stage == 3,
             mp_policy=policy,
             shard_placement_fn=placement,
@@ -113,15 +121,29 @@ class GradientSync:
         self._reshard_every = plan.zero_stage == 3
         self._last: bool | None = None
 
-    def before_backward(self, *, last: bool) -> None:
-        """Prepare for one backward pass; ``last`` = the stage's last of this step."""
+    def before_backward(self, *, last: bool, deferred: bool = False) -> None:
+        """Prepare for one backward pass.
+
+        Args:
+            last: It is the stage's last of this step.
+            deferred: It leaves weight gradients for later, so nothing can be reduced yet.
+        """
         if last is self._last or not self._units:
             return
         self._last = last
         self._units[0].set_is_last_backward(last)
         for unit in self._units:
-            unit.set_requires_gradient_sync(last or self._every, recurse=False)
+            unit.set_requires_gradient_sync(last or (self._every and not deferred), recurse=False)
             unit.set_reshard_after_backward(last or self._reshard_every, recurse=False)
+
+    def after_deferred(self, *, last: bool) -> None:
+        """Take in deferred weight gradients of one microbatch; after the last ones, reduce everything."""
+        self.after_backward()
+        if self._units:
+            self.before_backward(last=last, deferred=True)
+            # What FSDP2 does at the end of a backward pass, which deferred gradients come after: torch's own
+            # pipeline stages call it too.
+            fully_shard.state(self._units[0])._root_post_backward_final_callback()  # type: ignore[attr-defined]
 
     def after_backward(self) -> None:
         """Add the gradients of a backward pass to their sum in fp32, where FSDP2 does not."""

@@ -7,14 +7,20 @@ whole block (:meth:`hpjob.runtime.parallel.tensor_region.TensorRegion.enter`), s
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
+from typing import Any
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.autograd import Function
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
 
 from hpjob.runtime.parallel.region import chunk_bounds
 from hpjob.runtime.parallel.tensor_region import TensorRegion
+from hpjob.runtime.sequence.split_gather import SequenceLinearSettings, linear_reduce_scatter
+from hpjob.runtime.weight_gradients import DeferWeightGradients, GradientTarget, WeightGradientQueue
 
 
 def local_tensor(parameter: Tensor) -> Tensor:
@@ -42,7 +48,75 @@ def cut_parameter(shape: tuple[int, ...], dim: int, tp_mesh: DeviceMesh) -> nn.P
     return nn.Parameter(described)
 
 
-class ColumnParallelLinear(nn.Module):
+class _DeferredLinear(Function):
+    """``x W^T`` whose backward pass leaves the weight gradient to a queue."""
+
+    @staticmethod
+    def forward(ctx: Any, inputs: Tensor, weight: Tensor, defer: DeferWeightGradients) -> Tensor:
+        ctx.save_for_backward(inputs, weight)
+        ctx.defer = defer
+        return F.linear(inputs, weight)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None]:
+        inputs, weight = ctx.saved_tensors
+        gradient = gradients[0]
+        ctx.defer([weight], lambda: (gradient.flatten(0, -2).t() @ inputs.flatten(0, -2),))
+        return gradient @ weight, None, None
+
+
+class DeferringLinear(nn.Module, ABC):
+    """A linear layer whose weight gradients a pipeline schedule may compute later.
+
+    Attributes:
+        queue: Set where they are put off; None = autograd computes them.
+    """
+
+    queue: WeightGradientQueue | None = None
+    weight: nn.Parameter
+    bias: nn.Parameter | None
+
+    @property
+    def targets(self) -> list[GradientTarget]:
+        """Where the gradients of :meth:`used_weight` go."""
+        return [GradientTarget(self.weight)]
+
+    @abstractmethod
+    def used_weight(self) -> Tensor:
+        """What this rank multiplies with, (outputs, inputs)."""
+
+    def product(self, inputs: Tensor) -> Tensor:
+        """Return ``x W^T``, without the bias."""
+        if self.queue is None:
+            return F.linear(inputs, self.used_weight())
+        defer = self.queue.defer_for(self.targets)
+        product: Tensor = _DeferredLinear.apply(inputs, self.used_weight(), defer)  # type: ignore[no-untyped-call]
+        return product
+
+
+class GatheredLinear(DeferringLinear):
+    """A linear layer behind a gather of its input, which may have been multiplied while it was gathered.
+
+    Attributes:
+        ready: The product, where that was so; taken once.
+    """
+
+    ready: Tensor | None = None
+
+    @abstractmethod
+    def used_bias(self) -> Tensor | None:
+        """The bias of the outputs that this rank makes."""
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        """Map (..., in_features) to (..., this rank's outputs)."""
+        bias = self.used_bias()
+        if self.ready is None and self.queue is None:
+            return F.linear(inputs, self.used_weight(), bias)
+        product, self.ready = self.product(inputs) if self.ready is None else self.ready, None
+        return product if bias is None else product + bias
+
+
+class ColumnParallelLinear(GatheredLinear):
     """``y = x W^T + b`` with the rows of W (output features) cut; y stays cut.
 
     Args:
@@ -57,13 +131,14 @@ class ColumnParallelLinear(nn.Module):
         self.weight = cut_parameter((out_features, in_features), 0, tp_mesh)
         self.bias = cut_parameter((out_features,), 0, tp_mesh) if bias else None
 
-    def forward(self, inputs: Tensor) -> Tensor:
-        """Map (..., in_features) to (..., this rank's chunk of out_features)."""
-        bias = None if self.bias is None else local_tensor(self.bias)
-        return F.linear(inputs, local_tensor(self.weight), bias)
+    def used_weight(self) -> Tensor:
+        return local_tensor(self.weight)
+
+    def used_bias(self) -> Tensor | None:
+        return None if self.bias is None else local_tensor(self.bias)
 
 
-class RowParallelLinear(nn.Module):
+class RowParallelLinear(DeferringLinear):
     """``y = x W^T + b`` with the columns of W (input features) cut like x; y leaves the region summed."""
 
     def __init__(self, in_features: int, out_features: int, *, bias: bool, region: TensorRegion) -> None:
@@ -74,11 +149,19 @@ class RowParallelLinear(nn.Module):
 
     def forward(self, inputs: Tensor) -> Tensor:
         """Map (..., this rank's chunk of in_features) to (..., out_features)."""
-        outputs = self.region.leave(F.linear(inputs, local_tensor(self.weight)))
+        if self.region.is_ring:
+            defer = None if self.queue is None else self.queue.defer_for(self.targets)
+            settings = SequenceLinearSettings(group=self.region.group, is_ring=True, defer_weight_gradients=defer)
+            outputs = linear_reduce_scatter(inputs, self.used_weight(), settings)
+        else:
+            outputs = self.region.leave(self.product(inputs))
         return outputs if self.bias is None else outputs + self.bias
 
+    def used_weight(self) -> Tensor:
+        return local_tensor(self.weight)
 
-class SharedHeadLinear(nn.Module):
+
+class SharedHeadLinear(GatheredLinear):
     """A key or value projection with fewer heads than tensor-parallel ranks.
 
     Every rank stores all of W and computes the one head that its query heads read. Its gradient is
@@ -99,7 +182,12 @@ class SharedHeadLinear(nn.Module):
         self.weight = nn.Parameter(torch.empty(num_heads * head_dim, in_features, device="meta"))
         self.bias = nn.Parameter(torch.empty(num_heads * head_dim, device="meta")) if bias else None
 
-    def forward(self, inputs: Tensor) -> Tensor:
-        """Map (..., in_features) to (..., head_dim)."""
-        bias = None if self.bias is None else self.bias[self.rows]
-        return F.linear(inputs, self.weight[self.rows], bias)
+    @property
+    def targets(self) -> list[GradientTarget]:
+        return [GradientTarget(self.weight, self.rows)]
+
+    def used_weight(self) -> Tensor:
+        return self.weight[self.rows]
+
+    def used_bias(self) -> Tensor | None:
+        return None if self.bias is None else self.bias[self.rows]

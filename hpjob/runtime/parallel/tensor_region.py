@@ -18,12 +18,14 @@ class TensorRegion:
 
     Attributes:
         mesh: The tensor-parallel axis.
-        splits_sequence: Outside the region each rank holds one part of the sequence (``split_gather``) instead
-            of a copy of all of it. Parameters used there then get this rank's share of their gradient only.
+        splits_sequence: Outside the region each rank holds one part of the sequence (``split_gather``, ``ring``)
+            instead of a copy of all of it. Parameters used there then get this rank's share of their gradient only.
+        is_ring: The cut layers of a block pass the parts around a ring while they multiply (``ring``).
     """
 
     mesh: DeviceMesh
     splits_sequence: bool = False
+    is_ring: bool = False
 
     @property
     def group(self) -> dist.ProcessGroup:

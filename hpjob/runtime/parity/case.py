@@ -26,7 +26,7 @@ _PARALLEL = (
 _PIPELINE = ("num_microbatches", "microbatch_size", "pp_style", "num_model_chunks", "layers_per_stage")
 _OPTIMIZER = ("lr", "max_norm", "weight_decay", "schedule", "warmup_steps")
 _MODEL = tuple(name for name in ModelShape.model_fields if name != "model_type")
-_OTHER = ("dp_size", "recompute", "every_kth_layer", "seq_length", "seed")
+_OTHER = ("dp_size", "recompute", "every_kth_layer", "seq_length", "seed", "documents", "model_type")
 _KEYS = (*_DEGREES, *_PARALLEL, *_PIPELINE, *_OPTIMIZER, *_MODEL, *_OTHER)
 
 _DEFAULT_MODEL: Mapping[str, object] = {
@@ -47,11 +47,13 @@ class Case:
         text: The line it was written as.
         recipe: Model, data, optimizer.
         plan: The layout.
+        documents: Packed into each sequence.
     """
 
     text: str
     recipe: Recipe
     plan: Plan
+    documents: int = 1
 
     @property
     def world(self) -> int:
@@ -64,11 +66,11 @@ def parse_case(text: str, *, world: int | None, steps: int, model_type: str = "l
     Args:
         text: ``key=value`` pairs: degrees (``tp_size``, ``pp_size``, ``dp_size``, …), switches of the recipe's
             ``parallel`` section, ``num_microbatches``, ``microbatch_size``, ``layers_per_stage=3,5``,
-            ``recompute``, ``every_kth_layer``, ``seq_length``, ``seed``, and any key of the recipe's ``model``
-            and ``optimizer`` sections.
+            ``recompute``, ``every_kth_layer``, ``seq_length``, ``seed``, ``documents`` packed into a sequence,
+            and any key of the recipe's ``model`` and ``optimizer`` sections.
         world: Processes to fill with data parallelism when there is no ``dp_size``; None = dp 1 then.
         steps: Optimizer steps.
-        model_type: Model family.
+        model_type: Model family of cases that do not say ``model_type``.
 
     Raises:
         UserInputError: A key or value is unknown, or the degrees do not divide the world.
@@ -81,7 +83,7 @@ def parse_case(text: str, *, world: int | None, steps: int, model_type: str = "l
         Recipe,
         {
             "name": "parity",
-            "model": {"model_type": model_type, **_DEFAULT_MODEL, **_chosen(values, _MODEL)},
+            "model": {"model_type": values.get("model_type", model_type), **_DEFAULT_MODEL, **_chosen(values, _MODEL)},
             "data": {"seq_length": values.get("seq_length", 32)},
             "training": {
                 "global_batch_size": degrees.dp * num_microbatches * microbatch_size,
@@ -108,7 +110,7 @@ def parse_case(text: str, *, world: int | None, steps: int, model_type: str = "l
         num_model_chunks=int(str(values.get("num_model_chunks", 1))),
         layers_per_stage=_integers(values.get("layers_per_stage")),
     )
-    return Case(text, recipe, fixed_plan(recipe, degrees, pipeline))
+    return Case(text, recipe, fixed_plan(recipe, degrees, pipeline), int(str(values.get("documents", 1))))
 
 
 def _pairs(text: str) -> dict[str, object]:

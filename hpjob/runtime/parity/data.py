@@ -9,8 +9,8 @@ from hpjob.runtime.engine import Batch
 from hpjob.runtime.parallel.vocabulary import IGNORED_LABEL
 
 
-def global_batch(recipe: Recipe, step: int) -> Batch:
-    """Return the whole batch of a step.
+def global_batch(recipe: Recipe, step: int, documents: int = 1) -> Batch:
+    """Return the whole batch of a step, with that many unequal documents packed into each sequence.
 
     Tokens mostly follow a rule, so the loss falls. Sequence i ignores more labels than sequence i - 1 up to
     half of them: a mean over ranks or microbatches of their own means is then not the mean over tokens.
@@ -26,11 +26,26 @@ def global_batch(recipe: Recipe, step: int) -> Batch:
     for index in range(size):
         labels[index, : (index * 5) % (length // 2)] = IGNORED_LABEL
     positions = torch.arange(length).expand(size, length).contiguous()
-    return Batch(input_ids=tokens[:, :-1].contiguous(), labels=labels, position_ids=positions)
+    inputs = tokens[:, :-1].contiguous()
+    if documents == 1:
+        return Batch(input_ids=inputs, labels=labels, position_ids=positions)
+    # Document d of sequence i begins at a place of its own.
+    begins = torch.tensor(
+        [[d * length // documents + (i + d) % 2 * (d > 0) for d in range(documents)] for i in range(size)]
+    )
+    numbers = (positions.unsqueeze(2) >= begins.unsqueeze(1)).sum(2) - 1
+    return Batch(
+        input_ids=inputs, labels=labels, position_ids=positions - begins.gather(1, numbers), document_ids=numbers
+    )
 
 
 def rank_batch(whole: Batch, dp_rank: int, dp_size: int) -> Batch:
     """Return the contiguous part of a batch that one data-parallel rank trains on."""
     size = len(whole.input_ids) // dp_size
     part = slice(dp_rank * size, (dp_rank + 1) * size)
-    return Batch(input_ids=whole.input_ids[part], labels=whole.labels[part], position_ids=whole.position_ids[part])
+    return Batch(
+        input_ids=whole.input_ids[part],
+        labels=whole.labels[part],
+        position_ids=whole.position_ids[part],
+        document_ids=None if whole.document_ids is None else whole.document_ids[part],
+    )

@@ -13,6 +13,8 @@ from torch import Tensor
 from hpjob.runtime import engine
 from hpjob.runtime.parallel import collectives
 from hpjob.runtime.parallel.vocabulary import IGNORED_LABEL
+from hpjob.runtime.pipeline import executor
+from hpjob.runtime.sequence import sequence_split
 
 
 def _drop_tp_allreduce() -> Any:
@@ -35,10 +37,43 @@ def _drop_partial_sum() -> Any:
     return patch.object(engine, "sum_gradients", lambda *_: None)
 
 
+def _zigzag_order() -> Any:
+    """Hand the ranks of a ring contiguous parts of the sequence, whose order attention does not expect."""
+
+    def contiguous(tensor: Tensor, rank: int, sp_size: int) -> Tensor:
+        return tensor.chunk(sp_size, dim=1)[rank].contiguous()
+
+    return patch.object(sequence_split, "zigzag_split", contiguous)
+
+
+def _unscaled_accumulation() -> Any:
+    """Add microbatches up as if each were the whole batch."""
+    run = executor.PipelineExecutor.run
+
+    def unscaled(self: executor.PipelineExecutor, microbatches: Any, loss_scale: Tensor) -> Tensor | None:
+        return run(self, microbatches, loss_scale * len(microbatches))
+
+    return patch.object(executor.PipelineExecutor, "run", unscaled)
+
+
+def _double_tied_weight() -> Any:
+    """Sum the gradients of a tied embedding's copies twice."""
+    once = engine.Engine._sum_tied_gradients
+
+    def twice(self: engine.Engine) -> None:
+        once(self)
+        once(self)
+
+    return patch.object(engine.Engine, "_sum_tied_gradients", twice)
+
+
 FAULTS: dict[str, Callable[[], Any]] = {
     "drop-tp-allreduce": _drop_tp_allreduce,
     "mean-of-means": _mean_of_means,
     "drop-partial-sum": _drop_partial_sum,
+    "zigzag-order": _zigzag_order,
+    "unscaled-accumulation": _unscaled_accumulation,
+    "double-tied-weight": _double_tied_weight,
 }
 
 

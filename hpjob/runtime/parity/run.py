@@ -36,7 +36,7 @@ def run_cases(
             continue
         key = _reference_key(case)
         if key not in references:
-            references[key] = train_reference(case.recipe, steps)
+            references[key] = train_reference(case.recipe, steps, case.documents)
         yield compare_case(pool, case, references[key], steps, broken)
 
 
@@ -44,4 +44,9 @@ def _reference_key(case: Case) -> str:
     """Return what a one-process run depends on."""
     recipe = case.recipe
     parts = (recipe.model, recipe.data, recipe.training, recipe.optimizer)
-    return "\n".join([recipe.parallel.precision, *(part.model_dump_json() for part in parts)])
+    return "\n".join(
+        [
+            f"{recipe.parallel.precision} {recipe.parallel.initial_scale} {case.documents}",
+            *(part.model_dump_json() for part in parts),
+        ]
+    )

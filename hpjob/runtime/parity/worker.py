@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from math import isfinite
 
 import torch
 import torch.distributed as dist
@@ -25,7 +26,7 @@ class RankRecord:
 
     Attributes:
         losses: Of every step; equal on all ranks.
-        gradients: Unclipped, of step 1.
+        gradients: Unclipped, of the first update.
         weights: After the last step.
     """
 
@@ -39,18 +40,22 @@ def train_case(case: Case, steps: int, broken: str | None) -> RankRecord:
     device = torch.device("cuda", torch.cuda.current_device()) if dist.get_backend() == "nccl" else torch.device("cpu")
     mesh = build_mesh(case.plan, device.type)
     losses = []
+    updated = False
     gradients: list[Part] = []
     with fault(broken):
         engine = Engine(case.plan, case.recipe, mesh, device)
         for step in range(1, steps + 1):
-            batch = rank_batch(global_batch(case.recipe, step), mesh.dp_rank, mesh.dp_size)
+            whole = global_batch(case.recipe, step, case.documents)
+            batch = rank_batch(whole, mesh.dp_rank, mesh.dp_size)
             loss, tokens = engine.accumulate_gradients(batch)
-            if step == 1:
+            if not updated:
                 gradients = [
-                    (p.name, p.region, p.local_gradient.cpu().clone())
+                    (p.name, p.region, p.local_gradient.cpu() / engine.gradient_scale)
                     for p in engine.parameters
                     if p.local_gradient is not None
                 ]
-            losses.append(engine.apply_gradients(loss, tokens, step).loss)
+            result = engine.apply_gradients(loss, tokens, step)
+            updated = updated or isfinite(result.grad_norm)
+            losses.append(result.loss)
     weights = [(p.name, p.region, p.local.cpu().clone()) for p in engine.parameters]
     return RankRecord(losses, gradients, weights)

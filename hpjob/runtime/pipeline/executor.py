@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -10,17 +10,26 @@ from torch import Tensor
 
 from hpjob.runtime.model.stage import DecoderStage
 from hpjob.runtime.parallel.data import GradientSync
-from hpjob.runtime.pipeline.schedule import Action, Kind, Schedule
+from hpjob.runtime.pipeline.schedule import Action, Kind, Schedule, forward_only
 from hpjob.runtime.pipeline.transport import Transport
+from hpjob.runtime.weight_gradients import WeightGradientQueue
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
+@dataclass(frozen=True, slots=True)
 class Microbatch:
-    """Part of a batch that goes through the pipeline at once; all (microbatch_size, seq)."""
+    """Part of a batch that goes through the pipeline at once; this rank's part of its sequences.
+
+    Attributes:
+        input_ids: (microbatch_size, seq).
+        labels: Same shape.
+        position_ids: Same shape.
+        document_ids: (microbatch_size, whole sequence); None = one document a sequence.
+    """
 
     input_ids: Tensor
     labels: Tensor
     position_ids: Tensor
+    document_ids: Tensor | None = None
 
 
 @dataclass(slots=True)
@@ -29,7 +38,9 @@ class _StageState:
 
     module: DecoderStage
     sync: GradientSync
+    queue: WeightGradientQueue | None = None
     backwards_left: int = 0
+    """Backward passes of this step that have not come yet; with a queue, weight gradients."""
     saved: dict[int, tuple[Tensor | None, Tensor]] = field(default_factory=dict)
     """Microbatch -> input that wants a gradient, output."""
 
@@ -40,7 +51,8 @@ class PipelineExecutor:
     Args:
         schedule: All ranks' tables.
         rank: This rank's position on the pp axis.
-        stages: Stage number -> module and its gradient synchronisation.
+        stages: Stage number -> module, its gradient synchronisation, and its queue where weight gradients are
+            actions of their own.
         transport: Carries tensors to and from other ranks.
     """
 
@@ -48,13 +60,13 @@ class PipelineExecutor:
         self,
         schedule: Schedule,
         rank: int,
-        stages: Mapping[int, tuple[DecoderStage, GradientSync]],
+        stages: Mapping[int, tuple[DecoderStage, GradientSync, WeightGradientQueue | None]],
         transport: Transport,
     ) -> None:
         self._schedule = schedule
         self._rank = rank
         self._table = schedule.actions[rank]
-        self._stages = {number: _StageState(*pair) for number, pair in stages.items()}
+        self._stages = {number: _StageState(*parts) for number, parts in stages.items()}
         self._transport = transport
         self._handed: dict[Action, Tensor] = {}
         self._loss_sum: Tensor | None = None
@@ -73,15 +85,34 @@ class PipelineExecutor:
         for state in self._stages.values():
             state.backwards_left = self._schedule.num_microbatches
         self._transport.begin_step()
-        for position, action in enumerate(self._table):
-            for ahead in self._table[position : position + 2]:
-                self._expect_input(ahead)
+        for action in self._receiving_ahead(self._table):
             if action.kind is Kind.FORWARD:
                 self._forward(action, microbatches[action.microbatch], loss_scale)
-            else:
+            elif action.kind is Kind.BACKWARD:
                 self._backward(action)
+            else:
+                self._weight_gradients(action)
         self._transport.end_step()
         return self._loss_sum
+
+    def evaluate(self, microbatches: Sequence[Microbatch], loss_scale: Tensor) -> Tensor | None:
+        """Run forward passes alone, over any number of microbatches; arguments and result as of :meth:`run`."""
+        self._loss_sum = None
+        schedule = forward_only(self._schedule, len(microbatches))
+        self._transport.begin_step(schedule)
+        with torch.no_grad():
+            for action in self._receiving_ahead(schedule.actions[self._rank]):
+                self._forward(action, microbatches[action.microbatch], loss_scale)
+                self._stages[action.stage].saved.clear()
+        self._transport.end_step()
+        return self._loss_sum
+
+    def _receiving_ahead(self, table: Sequence[Action]) -> Iterator[Action]:
+        """Yield the actions of a table with receives posted for the one after."""
+        for position, action in enumerate(table):
+            for ahead in table[position : position + 2]:
+                self._expect_input(ahead)
+            yield action
 
     def _source(self, action: Action) -> Action | None:
         """Return the action on a neighbouring stage that makes this one's input."""
@@ -116,7 +147,7 @@ class PipelineExecutor:
         if received is not None:
             received.requires_grad_(True)
         inputs = microbatch.input_ids if received is None else received
-        output = state.module(inputs, microbatch.position_ids)
+        output = state.module(inputs, microbatch.position_ids, microbatch.document_ids)
         if state.module.part.is_last:
             output = state.module.loss_sum(output, microbatch.labels) * loss_scale
             loss = output.detach()
@@ -129,11 +160,23 @@ class PipelineExecutor:
         state = self._stages[action.stage]
         gradient = self._take_input(action)
         inputs, output = state.saved.pop(action.microbatch)
-        state.backwards_left -= 1
-        state.sync.before_backward(last=state.backwards_left == 0)
+        if state.queue is None:
+            state.backwards_left -= 1
+            state.sync.before_backward(last=state.backwards_left == 0)
+        else:
+            state.queue.open(action.microbatch)
+            state.sync.before_backward(last=False, deferred=True)
         torch.autograd.backward(output, gradient)
         state.sync.after_backward()
         if inputs is not None:
             if inputs.grad is None:
                 raise RuntimeError(f"no gradient reached the input of {action}")
             self._pass_on(action, inputs.grad)
+
+    def _weight_gradients(self, action: Action) -> None:
+        state = self._stages[action.stage]
+        if state.queue is None:
+            raise RuntimeError(f"{action}: this stage computes weight gradients in its backward passes")
+        state.queue.run(action.microbatch)
+        state.backwards_left -= 1
+        state.sync.after_deferred(last=state.backwards_left == 0)

@@ -15,6 +15,7 @@ from enum import StrEnum
 from hpjob.core.errors import UserInputError
 from hpjob.plan.model import Pipeline
 from hpjob.plan.schedule import Op, interleaved, one_f_one_b
+from hpjob.plan.schedule_zbv import zbv_orders
 
 
 class Kind(StrEnum):
@@ -22,6 +23,8 @@ class Kind(StrEnum):
 
     FORWARD = "F"
     BACKWARD = "B"
+    """All gradients, or where the table has ``WEIGHT`` those of the input."""
+    WEIGHT = "W"
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,6 +57,11 @@ class Schedule:
     def num_stages(self) -> int:
         return len(self.stage_rank)
 
+    @property
+    def defers_weights(self) -> bool:
+        """Whether weight gradients are actions of their own."""
+        return any(action.kind is Kind.WEIGHT for action in self.actions[0])
+
     def stages_of(self, rank: int) -> list[int]:
         """Return the stages of a pipeline rank, in model order."""
         return [stage for stage, owner in enumerate(self.stage_rank) if owner == rank]
@@ -63,6 +71,8 @@ class Schedule:
         stage, microbatch = action.stage, action.microbatch
         if action.kind is Kind.FORWARD:
             return [Action(Kind.FORWARD, stage - 1, microbatch)] if stage else []
+        if action.kind is Kind.WEIGHT:
+            return [Action(Kind.BACKWARD, stage, microbatch)]
         needed = [Action(Kind.FORWARD, stage, microbatch)]
         if stage + 1 < self.num_stages:
             needed.append(Action(Kind.BACKWARD, stage + 1, microbatch))
@@ -94,9 +104,24 @@ def _loop_schedule(orders: Sequence[Sequence[Op]], chunks: int, num_microbatches
     return Schedule(tuple(stage % pp_size for stage in range(pp_size * chunks)), num_microbatches, tables)
 
 
+def _v_shaped(pipeline: Pipeline, pp_size: int) -> Schedule:
+    chunks, count = pipeline.num_model_chunks, pipeline.num_microbatches
+    if chunks != 2 or pp_size < 2:
+        raise UserInputError(
+            f"zbv with {chunks} model chunks and pp {pp_size}",
+            hint="it needs two num_model_chunks and pp of at least 2",
+        )
+    tables = tuple(
+        tuple(Action(Kind(kind), stage, microbatch) for kind, stage, microbatch in order)
+        for order in zbv_orders(pp_size, count)
+    )
+    return Schedule((*range(pp_size), *reversed(range(pp_size))), count, tables)
+
+
 _BUILDERS: dict[str, Callable[[Pipeline, int], Schedule]] = {
     "1f1b": _one_forward_one_backward,
     "interleaved": _interleaved,
+    "zbv": _v_shaped,
 }
 SCHEDULES = tuple(_BUILDERS)
 """Pipeline styles that the runtime has."""
@@ -119,6 +144,19 @@ def build_schedule(pipeline: Pipeline, pp_size: int) -> Schedule:
     return schedule
 
 
+def forward_only(schedule: Schedule, num_microbatches: int) -> Schedule:
+    """Return tables of forward passes alone over the same stages, for any number of microbatches.
+
+    A stage's n-th pass comes at time n + stage, so an order of time is one that all ranks can keep.
+    """
+    tables = []
+    for rank in range(len(schedule.actions)):
+        stages = schedule.stages_of(rank)
+        table = [Action(Kind.FORWARD, stage, microbatch) for stage in stages for microbatch in range(num_microbatches)]
+        tables.append(tuple(sorted(table, key=lambda action: (action.microbatch + action.stage, -action.stage))))
+    return Schedule(schedule.stage_rank, num_microbatches, tuple(tables))
+
+
 def validate(schedule: Schedule) -> None:
     """Check that every action is there once and that the tables run to their end.
 
@@ -129,6 +167,7 @@ def validate(schedule: Schedule) -> None:
     expected = {
         Action(kind, stage, microbatch)
         for kind in Kind
+        if kind is not Kind.WEIGHT or schedule.defers_weights
         for stage in range(schedule.num_stages)
         for microbatch in range(schedule.num_microbatches)
     }
@@ -184,7 +223,7 @@ Channel = tuple[int, int, Kind]
 def message_of(schedule: Schedule, action: Action) -> Message | None:
     """Return the message that carries an action's result to another rank, if it must travel."""
     target = action.stage + (1 if action.kind is Kind.FORWARD else -1)
-    if not 0 <= target < schedule.num_stages:
+    if action.kind is Kind.WEIGHT or not 0 <= target < schedule.num_stages:
         return None
     source, destination = schedule.stage_rank[action.stage], schedule.stage_rank[target]
     return None if source == destination else Message(action, source, destination)

@@ -43,11 +43,14 @@ class Transport:
         self._outgoing: list[tuple[Tensor, dist.Work]] = []
         self._connect()
 
-    def begin_step(self) -> None:
-        """Forget the last step's messages."""
-        self._unposted = {
-            channel: iter(messages) for channel, messages in self._channels.items() if channel[1] == self._rank
-        }
+    def begin_step(self, schedule: Schedule | None = None) -> None:
+        """Forget the last step's messages.
+
+        Args:
+            schedule: Over the same stages, for this step only; None = that of the constructor.
+        """
+        messages = self._channels if schedule is None else channels(schedule, self._rank)
+        self._unposted = {channel: iter(queue) for channel, queue in messages.items() if channel[1] == self._rank}
 
     def expect(self, action: Action) -> None:
         """Post the receive of an action's result, so that it can arrive while other work runs."""

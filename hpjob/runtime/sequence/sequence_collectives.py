@@ -7,9 +7,19 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+import torch.distributed._functional_collectives as functional
 from torch import Tensor
 
 from hpjob.core.errors import UserInputError
+
+
+def _all_gather(*args: Any, **kwargs: Any) -> Any:
+    """Newer torch warns at the older name."""
+    return getattr(dist, "all_gather_single", dist.all_gather_into_tensor)(*args, **kwargs)
+
+
+def _reduce_scatter(*args: Any, **kwargs: Any) -> Any:
+    return getattr(dist, "reduce_scatter_single", dist.reduce_scatter_tensor)(*args, **kwargs)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -42,10 +52,16 @@ class PendingReduction:
         return self.part
 
 
+def wait_for(tensor: Tensor) -> Tensor:
+    """Result of a functional collective, inside compiled code."""
+    arrived: Tensor = functional.wait_tensor(tensor)  # type: ignore[no-untyped-call]
+    return arrived
+
+
 def start_gather(shard: Tensor, group: dist.ProcessGroup, dim: int = 1) -> PendingGather:
     """Begin to gather equal shards along ``dim``."""
     pieces = shard.new_empty((dist.get_world_size(group), *shard.shape))
-    work = dist.all_gather_into_tensor(pieces.view(-1), shard.contiguous().view(-1), group=group, async_op=True)
+    work = _all_gather(pieces.view(-1), shard.contiguous().view(-1), group=group, async_op=True)
     return PendingGather(pieces=pieces, work=work, dim=dim)
 
 
@@ -59,7 +75,7 @@ def start_reduction(tensor: Tensor, group: dist.ProcessGroup, dim: int = 1) -> P
     check_divisible(tensor.shape[dim], size)
     pieces = torch.stack(tensor.chunk(size, dim=dim))
     part = torch.empty_like(pieces[0])
-    work = dist.reduce_scatter_tensor(part.view(-1), pieces.view(-1), group=group, async_op=True)
+    work = _reduce_scatter(part.view(-1), pieces.view(-1), group=group, async_op=True)
     return PendingReduction(part=part, work=work)
 
 

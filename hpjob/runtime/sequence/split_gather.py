@@ -16,7 +16,13 @@ import torch.distributed._functional_collectives as functional
 from torch import Tensor
 
 from hpjob.runtime.sequence.ring import Ring, circulate
-from hpjob.runtime.sequence.sequence_collectives import check_divisible, local_part, start_gather, start_reduction
+from hpjob.runtime.sequence.sequence_collectives import (
+    check_divisible,
+    local_part,
+    start_gather,
+    start_reduction,
+    wait_for,
+)
 from hpjob.runtime.weight_gradients import DeferWeightGradients
 
 
@@ -32,10 +38,7 @@ def _gather(shard: Tensor, group: dist.ProcessGroup, dim: int) -> Tensor:
 
 def _reduce(tensor: Tensor, group: dist.ProcessGroup, dim: int) -> Tensor:
     if torch.compiler.is_compiling():
-        parts = tensor if dim == 0 else torch.cat(tensor.chunk(group.size(), dim=dim))
-        sums = functional.reduce_scatter_tensor(parts.contiguous(), "sum", 0, group)
-        part: Tensor = functional.wait_tensor(sums)  # type: ignore[no-untyped-call]
-        return part
+        return wait_for(functional.reduce_scatter_tensor(tensor.contiguous(), "sum", dim, group))
     return start_reduction(tensor, group, dim).wait()
 
 

@@ -29,12 +29,13 @@ def parity(pool: ProcessPool) -> Callable[..., Outcome]:
     """Run a parity case of the small model; one-process references are kept."""
     references: dict[str, Trajectory] = {}
 
-    def run(text: str, *, broken: str | None = None, precision: str = "fp32") -> Outcome:
-        case = parse_case(f"{SMALL} precision={precision} {text}", world=None, steps=STEPS)
+    def run(text: str, *, broken: str | None = None, precision: str = "fp32", model: str = "llama") -> Outcome:
+        case = parse_case(f"{SMALL} precision={precision} {text}", world=None, steps=STEPS, model_type=model)
         recipe = case.recipe
-        key = repr((recipe.model, recipe.data, recipe.training, recipe.optimizer, precision))
+        scale = recipe.parallel.initial_scale
+        key = repr((recipe.model, recipe.data, recipe.training, recipe.optimizer, precision, scale, case.documents))
         if key not in references:
-            references[key] = train_reference(recipe, STEPS)
+            references[key] = train_reference(recipe, STEPS, case.documents)
         return compare_case(pool, case, references[key], STEPS, broken)
 
     return run

@@ -13,10 +13,10 @@ import torch.distributed as dist
 
 from hpjob.runtime.engine import Engine
 from hpjob.runtime.mesh import build_mesh
-from hpjob.runtime.model import attention
 from hpjob.runtime.parity.case import Case, parse_case
 from hpjob.runtime.parity.data import global_batch, rank_batch
 from hpjob.runtime.process_pool import ProcessPool
+from hpjob.runtime.sequence import attention_interface
 
 pytestmark = pytest.mark.distributed
 
@@ -56,8 +56,8 @@ def count_step(case: Case) -> Counter[str]:
                 lambda *_, name=f"layer {number}": counts.update([name])
             )
     with ExitStack() as patches:
-        sdpa = counted("attention", attention.sdpa_attention_forward)
-        patches.enter_context(patch.object(attention, "sdpa_attention_forward", sdpa))
+        attention = counted("attention", attention_interface.local_attention)
+        patches.enter_context(patch.object(attention_interface, "local_attention", attention))
         for name, kind in COLLECTIVES.items():
             if hasattr(dist, name):
                 patches.enter_context(patch.object(dist, name, counted(kind, getattr(dist, name))))
@@ -99,6 +99,23 @@ def test_recomputation(
     counts = counts_of(pool, f"dp_size=2 recompute={recompute} zero_stage={zero_stage} num_microbatches=3")
     assert [counts[f"layer {number}"] for number in range(4)] == forwards
     assert counts["attention"] == attentions
+
+
+@pytest.mark.parametrize(("recompute", "forwards"), [("none", 3), ("full", 6)])
+@pytest.mark.parametrize("data", ["dp_size=1", "dp_size=2 zero_stage=1"])
+def test_deferred_weight_gradients_cost_no_further_recomputation(
+    pool: ProcessPool, recompute: str, forwards: int, data: str
+) -> None:
+    text = f"pp_size=2 pp_style=zbv num_model_chunks=2 recompute={recompute} num_microbatches=3 {data}"
+    counts = counts_of(pool, text)
+    assert [counts[f"layer {number}"] for number in (0, 3)] == [forwards, forwards]
+    assert counts["attention"] == 2 * forwards
+
+
+def test_deferred_weight_gradients_are_reduced_once(pool: ProcessPool) -> None:
+    text = "pp_size=2 pp_style=zbv num_model_chunks=2 dp_size=2 zero_stage=1 num_microbatches=3"
+    # Two stages of one layer each: the layer's unit and the rest's, which the middle stages leave empty.
+    assert counts_of(pool, text)["reduce_scatter"] == 4
 
 
 # FSDP2 units: four layers and the rest; three microbatches. Two all-reduces a step are ours (tokens, figures).

@@ -10,19 +10,19 @@ from hpjob.runtime.pipeline.schedule import Action, Kind, Schedule, build_schedu
 
 
 def pipeline(num_microbatches: int, stages: int, style: str = "1f1b", chunks: int = 1) -> Pipeline:
-    return Pipeline(
-        style=style,  # type: ignore[arg-type]
+    known = Pipeline(
         num_model_chunks=chunks,
         num_microbatches=num_microbatches,
         microbatch_size=1,
         layers_per_stage=(1,) * stages,
     )
+    return known.model_copy(update={"style": style})
 
 
 def most_in_flight(table: tuple[Action, ...]) -> int:
     live = peak = 0
     for action in table:
-        live += 1 if action.kind is Kind.FORWARD else -1
+        live += {Kind.FORWARD: 1, Kind.BACKWARD: -1, Kind.WEIGHT: 0}[action.kind]
         peak = max(peak, live)
     return peak
 
@@ -58,6 +58,32 @@ def test_interleaved_needs_whole_rounds() -> None:
         build_schedule(pipeline(3, 4, "interleaved", 2), 2)
 
 
+@pytest.mark.parametrize("pp_size", [2, 3, 4, 8])
+@pytest.mark.parametrize("num_microbatches", [1, 2, 4, 9, 16])
+def test_zbv_is_valid_and_holds_no_more_than_1f1b(pp_size: int, num_microbatches: int) -> None:
+    schedule = build_schedule(pipeline(num_microbatches, 2 * pp_size, "zbv", 2), pp_size)
+    assert schedule.defers_weights
+    assert schedule.stages_of(0) == [0, 2 * pp_size - 1]
+    for table in schedule.actions:
+        assert len(table) == 3 * 2 * num_microbatches
+        # Halves of a stage of 1f1b, of which the first rank holds pp.
+        assert most_in_flight(table) <= 2 * pp_size
+
+
+def test_a_weight_gradient_before_its_backward_deadlocks() -> None:
+    good = build_schedule(pipeline(2, 4, "zbv", 2), 2)
+    first, second = good.actions
+    weight = next(action for action in first if action.kind is Kind.WEIGHT)
+    wrong = (weight, *(action for action in first if action != weight))
+    with pytest.raises(ValueError, match=f"deadlocks at {weight}"):
+        validate(Schedule(good.stage_rank, 2, (wrong, second)))
+
+
+def test_zbv_needs_two_chunks() -> None:
+    with pytest.raises(UserInputError, match="zbv with 1 model chunks"):
+        build_schedule(pipeline(4, 2, "zbv"), 2)
+
+
 def test_without_pipeline_every_backward_follows_its_forward() -> None:
     schedule = build_schedule(pipeline(2, 1), 1)
     assert " ".join(map(str, schedule.actions[0])) == "0F0 0B0 0F1 0B1"
@@ -86,5 +112,5 @@ def test_messages_go_to_neighbours_in_the_senders_order() -> None:
 
 
 def test_an_unknown_style_is_refused() -> None:
-    with pytest.raises(UserInputError, match="no pipeline schedule 'zbv'"):
-        build_schedule(pipeline(4, 2, "zbv"), 2)
+    with pytest.raises(UserInputError, match="no pipeline schedule 'gpipe'"):
+        build_schedule(pipeline(4, 2, "gpipe"), 2)

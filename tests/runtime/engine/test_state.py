@@ -21,8 +21,8 @@ pytestmark = pytest.mark.distributed
 SMALL = "num_hidden_layers=4 hidden_size=32 intermediate_size=48 vocab_size=97 seq_length=16 precision=fp32"
 
 
-def case(text: str, *, seed: int = 42) -> Case:
-    return parse_case(f"{SMALL} seed={seed} {text}", world=None, steps=6)
+def case(text: str, *, seed: int = 42, model: str = "llama") -> Case:
+    return parse_case(f"{SMALL} seed={seed} {text}", world=None, steps=6, model_type=model)
 
 
 def _steps(engine: Engine, mesh: Mesh, case: Case, steps: list[int]) -> list[StepResult]:
@@ -56,15 +56,32 @@ CHAIN = [
     "tp_size=2 dp_size=2 zero_stage=1 num_microbatches=2",
     "pp_size=2 dp_size=2 zero_stage=0 num_microbatches=2",
     "tp_size=4 pp_size=2 num_microbatches=4 num_key_value_heads=4",
+    "pp_size=2 pp_style=zbv num_model_chunks=2 num_microbatches=4",
+    "dp_size=1 num_microbatches=4",
+]
+EXPERT_CHAIN = [
+    "dp_size=4 ep_size=2 zero_stage=1 num_microbatches=1",
+    "tp_size=2 dp_size=2 ep_size=2 zero_stage=0 num_microbatches=2",
+    "sp_size=2 dp_size=4 ep_size=4 sequence_parallelism_mode=all_to_all zero_stage=3 num_microbatches=1",
     "dp_size=1 num_microbatches=4",
 ]
 
 
-@pytest.mark.parametrize("tied", ["false", "true"])
-def test_a_run_goes_on_over_changing_layouts(pool: ProcessPool, tmp_path: Path, tied: str) -> None:
-    layouts = [case(f"{text} tie_word_embeddings={tied}", seed=seed) for seed, text in enumerate(CHAIN)]
-    plain = case(f"dp_size=1 num_microbatches=4 tie_word_embeddings={tied}", seed=0)
-    ((expected, expected_weights),) = pool.run(train, plain, [1, 2, 3, 4], None, None, world=1)
+@pytest.mark.parametrize(
+    ("model", "settings", "chain"),
+    [
+        ("llama", "tie_word_embeddings=false", CHAIN),
+        ("llama", "tie_word_embeddings=true", CHAIN),
+        ("mixtral", "num_experts=4 num_experts_per_tok=2", EXPERT_CHAIN),
+    ],
+)
+def test_a_run_goes_on_over_changing_layouts(
+    pool: ProcessPool, tmp_path: Path, model: str, settings: str, chain: list[str]
+) -> None:
+    layouts = [case(f"{text} {settings}", seed=seed, model=model) for seed, text in enumerate(chain)]
+    plain = case(f"dp_size=1 num_microbatches=4 {settings}", seed=0, model=model)
+    steps = list(range(1, len(chain) + 1))
+    ((expected, expected_weights),) = pool.run(train, plain, steps, None, None, world=1)
     found = []
     for number, layout in enumerate(layouts):
         load = str(tmp_path / str(number - 1)) if number else None
@@ -78,7 +95,15 @@ def test_a_run_goes_on_over_changing_layouts(pool: ProcessPool, tmp_path: Path, 
     assert relative_difference(weights, whole) < 1e-5
 
 
-@pytest.mark.parametrize("layout", ["tp_size=2 pp_size=2 zero_stage=1", "dp_size=2 zero_stage=3"])
+@pytest.mark.parametrize(
+    "layout",
+    [
+        "tp_size=2 pp_size=2 zero_stage=1",
+        "dp_size=2 zero_stage=3",
+        "pp_size=2 dp_size=2 pp_style=zbv num_model_chunks=2 tie_word_embeddings=true",
+        "sp_size=2 sequence_parallelism_mode=ring_attn precision=fp16 initial_scale=2e6",
+    ],
+)
 def test_resuming_in_the_same_layout_gives_the_same_bits(pool: ProcessPool, tmp_path: Path, layout: str) -> None:
     first = case(layout)
     straight = pool.run(train, first, [1, 2, 3, 4], None, None, world=first.world)

@@ -17,13 +17,14 @@ from hpjob.runtime.support import refuse_unsupported, unsupported
         ("tp_size=4 num_attention_heads=12 num_key_value_heads=6 hidden_size=48", "neither is a multiple of the other"),
         ("tp_size=2 intermediate_size=97", "intermediate_size 97 does not divide by tp 2"),
         ("tp_size=4 vocab_size=5", "vocab_size 5 leaves a rank of tp 4 without tokens"),
-        ("precision=fp16", "fp16 is not supported"),
         ("cpu_offload=true", "cpu_offload is not supported"),
         ("sequence_parallelism_mode=split_gather", "split_gather needs tp of at least 2"),
-        ("tp_size=2 sequence_parallelism_mode=split_gather seq_length=33", "seq_length 33 does not divide by tp 2"),
-        ("sp_size=2 sequence_parallelism_mode=ring_attn", "ring_attn is not supported, use split_gather"),
-        ("ep_size=2", "expert parallelism is not supported"),
-        ("pp_size=2 pp_style=zbv num_model_chunks=2", "pipeline style zbv is not supported, use 1f1b or interleaved"),
+        ("tp_size=2 sp_size=2 sequence_parallelism_mode=ring", "ring shares the tp group"),
+        ("sp_size=2", "sp 2 needs a sequence_parallelism_mode"),
+        ("sp_size=3 sequence_parallelism_mode=all_to_all", "8 attention heads of a tp rank over sp, which 3"),
+        ("ep_size=2", "ep 2 needs a model with experts"),
+        ("num_experts=4 num_experts_per_tok=2", "llama models have no experts"),
+        ("pp_size=2 pp_style=zbv", "zbv has two model chunks per pipeline rank, not 1"),
         ("pp_size=2 num_model_chunks=2", "1f1b has one model chunk per pipeline rank, not 2"),
         ("pp_size=2 pp_style=interleaved", "interleaved needs at least two model chunks"),
         ("pp_size=2 pp_style=interleaved num_model_chunks=2 num_microbatches=3", "multiples of pp 2"),
@@ -39,8 +40,21 @@ def test_each_reason_is_a_sentence(text: str, sentence: str) -> None:
 
 
 def test_all_reasons_come_at_once() -> None:
-    case = parse_case("tp_size=3 precision=fp16 dp_size=1", world=8, steps=1)
+    case = parse_case("tp_size=3 cpu_offload=true dp_size=1", world=8, steps=1)
     assert len(unsupported(case.plan, case.recipe)) >= 2
+
+
+@pytest.mark.parametrize(
+    ("model", "text", "sentence"),
+    [
+        ("mixtral", "dp_size=1", "mixtral needs num_experts"),
+        ("mixtral", "num_experts=6 num_experts_per_tok=2 ep_size=4 dp_size=4", "num_experts 6 does not divide by ep 4"),
+        ("qwen3_moe", "num_experts=4 num_experts_per_tok=2 ep_size=4 dp_size=2", "dp 2 x sp 1 does not divide by ep 4"),
+    ],
+)
+def test_experts_that_do_not_fit_are_refused(model: str, text: str, sentence: str) -> None:
+    case = parse_case(text, world=8, steps=1, model_type=model)
+    assert any(sentence in reason for reason in unsupported(case.plan, case.recipe))
 
 
 def test_a_plan_of_another_batch_size_is_refused() -> None:
