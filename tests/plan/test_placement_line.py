@@ -11,7 +11,8 @@ from hpjob.topology.load import local_topology
 
 def plan_on(gpus: list[int]) -> Plan:
     """A plan of two ranks on one node, on these GPUs."""
-    plan = make_plan(load_recipe("tiny", ["parallel.tp_size=2", "parallel.pp_size=1"]), local_topology(1, 2))
+    changes = ["parallel.pp_size=1", "training.global_batch_size=8", "job.gpus_per_node=2"]
+    plan = make_plan(load_recipe("tiny", changes), local_topology(1, 2))
     return plan.model_copy(
         update={"placement": tuple(RankPlace(rank=rank, node=0, gpu=gpu) for rank, gpu in enumerate(gpus))}
     )

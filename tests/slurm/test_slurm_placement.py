@@ -29,7 +29,7 @@ def finished_run(folder: Path, slurm: SlurmSandbox, monkeypatch: pytest.MonkeyPa
         folder,
         topology=cluster_topology("batch", 4),
         executor="slurm",
-        overrides=["parallel.pp_size=2", "parallel.tp_size=2", "training.global_batch_size=16"],
+        overrides=["parallel.pp_size=2", "parallel.tp_size=2", "training.global_batch_size=32"],
         spec_changes={"extra_options": ("--nodelist=n1,n3,n2,n4",)},
     )
     submit(prepared.run, "slurm", prepared.spec, prepared.script)
