@@ -46,6 +46,8 @@ def _table(source: Source) -> CloudHosts | None:
     found = CloudHosts("gcp", "name")
     ranks: list[int] = []
     for line in source.lines:
+        if not columns and "hysical" not in line and "PHYSICAL" not in line:
+            continue
         words = line.split() if len(line) < 2000 else []
         if "physical_host" in words or "physicalHost" in words or "PHYSICAL_HOST" in words:
             columns = [word.lower().replace("physicalhost", "physical_host") for word in words]

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import re
 from collections import Counter
+from functools import lru_cache
 
 from hpjob.topology.model import Nic, Node, Switch, Topology
 from hpjob.topology.read.ib_fabric import Fabric, Hosts, NodeKey, find_hosts, rail_and_unit, rails_of_leaves
@@ -79,10 +80,10 @@ def parse_fabric(source: Source) -> Fabric:
             continue
         node = _NODE.match(line)
         if node:
-            current = None if _BROKEN_ID.fullmatch(node[3]) else _record(fabric, node)
+            current = None if _is_broken(node[3]) else _record(fabric, node)
             continue
         port = _PORT.match(line)
-        if port is None or current is None or _BROKEN_ID.fullmatch(port[3]):
+        if port is None or current is None or _is_broken(port[3]):
             continue
         if fabric.nodes[current].is_switch == bool(port[2]):
             fabric.disordered = True
@@ -113,16 +114,31 @@ def _cable(
     if own is False:
         fabric.disordered |= f"H-{(match[2] or '').strip('()').zfill(16)}" in nodes
         return
-    comment = match[5] or ""
-    quoted = _QUOTED.search(comment)
-    description = quoted[1] if quoted else None
-    behind = comment[quoted.end() :] if quoted else comment
+    description, behind, rate = _comment(match[5] or "")
     other = _key(match[3], description, behind)
     fabric.node(other, match[3].startswith("S-"), description)
     fabric.show((current, int(match[1])), (other, int(match[4])), sure=bool(own))
-    rate = _RATE.search(behind)
     if rate:
-        fabric.rates.append((int(rate[1]), rate[2]))
+        fabric.rates.append(rate)
+
+
+@lru_cache(maxsize=8192)
+def _comment(comment: str) -> tuple[str | None, str, tuple[int, str] | None]:
+    """Description, the words behind it and the rate; the same words stand at every cable of a switch."""
+    quoted = _QUOTED.search(comment)
+    behind = comment[quoted.end() :] if quoted else comment
+    rate = _RATE.search(behind)
+    return quoted[1] if quoted else None, behind, (int(rate[1]), rate[2]) if rate else None
+
+
+@lru_cache(maxsize=8192)
+def _is_broken(node_id: str) -> bool:
+    return _BROKEN_ID.fullmatch(node_id) is not None
+
+
+@lru_cache(maxsize=8192)
+def _is_whole(node_id: str) -> bool:
+    return _HEX_ID.fullmatch(node_id) is not None
 
 
 def _owns(node_id: str, port: int, guid: str, guids: dict[tuple[str, int], str], nodes: set[str]) -> bool | None:
@@ -133,6 +149,8 @@ def _owns(node_id: str, port: int, guid: str, guids: dict[tuple[str, int], str],
     own, node = guid.strip("()"), node_id[2:]
     if not (_HEX.fullmatch(own) and _HEX.fullmatch(node)):
         return None
+    if own == node:
+        return True
     number, known = int(own, 16), guids.get((node_id, port), "")
     if number == int(node, 16) or (_HEX.fullmatch(known) and int(known, 16) == number):
         return True
@@ -148,7 +166,7 @@ def _lid(text: str | None) -> str:
 
 def _key(node_id: str, description: str | None, comment: str) -> NodeKey:
     """Ids that an author redacted are equal for different nodes; the description tells them apart, else the lid."""
-    if _HEX_ID.fullmatch(node_id):
+    if _is_whole(node_id):
         return (node_id, "")
     return (node_id, (description or "").strip() or _lid(comment))
 

@@ -67,15 +67,15 @@ def read(source: Source) -> Reading:
     for number, line in enumerate(source.lines):
         if len(line) > 500 or ("'" not in line and ":" not in line):
             continue
-        found = _CA.match(line) or _STATUS_DEVICE.match(line)
+        found = (_CA.match(line) or _STATUS_DEVICE.match(line)) if "'" in line else None
         if found:
             current = adapters.setdefault(found[1], _Adapter())
             current.port = int(found[2]) if found.re is _STATUS_DEVICE else None
             continue
-        port = _PORT.match(line)
+        port = _PORT.match(line) if "Port" in line else None
         if port and current is not None:
             current.port = int(port[1])
-        elif current is not None:
+        elif current is not None and ":" in line:
             _set(current, line, at_end=number == last)
     panic = _PANIC.search(source.text)
     cas = {name: _ca(adapter) for name, adapter in adapters.items()}

@@ -95,8 +95,10 @@ def clean(text: str) -> str:
     data = text.encode("utf-8", errors="replace").translate(_CONTROL, _DELETED)
     text = data.decode("utf-8", errors="replace")
     if not text.isascii():
+        there = set(text)
         for mark, replacement in _REPLACED:
-            text = text.replace(mark, replacement)
+            if mark in there:
+                text = text.replace(mark, replacement)
     return _EMPTY_LINES.sub("\n\n\n", text)
 
 
