@@ -14,9 +14,9 @@ from hpjob.core.errors import EnvironmentProblemError
 from hpjob.topology.detect.cluster import detect_login, parse_reports
 from hpjob.topology.detect.infiniband import infiniband_topology
 from hpjob.topology.detect.node import detect_node
-from hpjob.topology.detect.node_report import PREFIX, report
+from hpjob.topology.detect.node_report import PREFIX, own_gpus, report
 from hpjob.topology.detect.nvml import nvml_topology
-from hpjob.topology.model import Topology
+from hpjob.topology.model import Gpu, Node, Topology
 from tests.topology import fixtures
 
 
@@ -140,3 +140,13 @@ def test_login_joins_nodes_and_switches(tools: Path) -> None:
     assert os.environ["PATH"] == str(tools)
     found = detect_login()
     assert [len(node.gpus) for node in found.nodes] == [2]
+
+
+def test_only_the_gpus_of_the_job_are_reported() -> None:
+    node = Node(name="n", gpus=tuple(Gpu(index=index) for index in range(8)))
+    found = own_gpus(Topology(nodes=(node,), source="NVML"), {"SLURM_JOB_GPUS": "4,6"})
+    assert [gpu.index for gpu in found.nodes[0].gpus] == [4, 6]
+    assert "2 of 8 GPUs belong to the job" in found.notes
+    # Slurm hides the others from the driver: what is seen is the job's, under new numbers.
+    hidden = Topology(nodes=(node.model_copy(update={"gpus": node.gpus[:2]}),), source="NVML")
+    assert own_gpus(hidden, {"SLURM_JOB_GPUS": "4,6"}) == hidden

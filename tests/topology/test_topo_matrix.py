@@ -147,3 +147,27 @@ def test_shifted_row_is_not_believed() -> None:
 def test_numa_off_is_suspected() -> None:
     reading = read_text(fixtures.matrix(4, fixtures.all_linked(4, "NV18"), affinity=["0-191\t0\t\tN/A"] * 4))
     assert any("numa=off" in note for note in reading.notes)
+
+
+def test_rows_of_which_no_two_are_alike_tell_no_width() -> None:
+    """Two rows that a paste ran together, and others cut short: NV cells far right are no further GPUs."""
+    text = (
+        "# nvidia-smi topo -m\n"
+        "GPU0\t X\tNV18\tNV18\tNV18\tPXB\tPXB\tNODE\tNODE\tNV18\tNV18\n"
+        "GPU3\tNV18\tNV18\tNV18\t X\tNODE\n"
+        "GPU2\tNV18\n"
+    )
+    linked = _linked(text)
+    assert (0, 1) in linked
+    assert all(b <= 3 for _, b in linked)
+
+
+def test_a_header_that_lost_a_gpu_places_nothing_behind_damage() -> None:
+    text = "\tGPU0\tGPU1\tGPU\ufffd2\tGPU3\tGPU5\tCPU Affinity\nGPU0\t X\tNV1\tNV1\tNV\ufffd2\tNV2\n"
+    assert (0, 5) not in _linked(text)
+
+
+def _linked(text: str) -> set[tuple[int, int]]:
+    topology = read_text(text, kind="nvsmi_topo").topology
+    nodes = topology.nodes if topology else ()
+    return {(link.a, link.b) for node in nodes for link in node.links or () if link.linked}

@@ -15,7 +15,7 @@ PREFIX = "hpjob-topology:"
 
 def report() -> str:
     """Return the line: a prefix that other output of a site's prolog cannot be taken for, then JSON."""
-    found = _own_gpus(detect_node(), os.environ)
+    found = own_gpus(detect_node(), os.environ)
     addr = os.environ.get("SLURM_TOPOLOGY_ADDR")
     if addr:
         pattern = os.environ.get("SLURM_TOPOLOGY_ADDR_PATTERN", "")
@@ -26,7 +26,7 @@ def report() -> str:
     return PREFIX + found.model_dump_json()
 
 
-def _own_gpus(found: Topology, env: Mapping[str, str]) -> Topology:
+def own_gpus(found: Topology, env: Mapping[str, str]) -> Topology:
     """Keep the GPUs that Slurm gave to the job, where the driver shows all of the node."""
     words = (env.get("SLURM_STEP_GPUS") or env.get("SLURM_JOB_GPUS") or "").split(",")
     node = found.nodes[0]

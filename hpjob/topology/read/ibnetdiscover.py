@@ -32,6 +32,8 @@ _HEX = re.compile(r"[0-9a-fA-F]{1,16}")
 _GUIDS_OF_A_CARD = 16
 _BROKEN_ID = re.compile(r"[SHR]-(?:[0-9a-fA-F]{0,15}|[0-9a-fA-F]{17,})")
 """Ids have 16 digits; one with fewer or more was cut or glued."""
+_REDACTED = re.compile(r"\"[SHR]-[0-9A-Za-z]{0,16}(<[^>\"\n]{1,40}>)")
+"""An author hides ids with one mark; another mark in the same text is that one, cut and glued."""
 _HEX_ID = re.compile(r"[SHR]-[0-9a-fA-F]+")
 _ANY_NODE = re.compile(r"^[^\n\"]{0,30}\b(?:Switch|Ca)\s+[0-9]+\s+\"[SHR]-")
 _ANY_PORT = re.compile(r"[ \t]*\[[0-9]+\][^\n\"]{0,40}\"[SH]-")
@@ -71,6 +73,8 @@ def parse_fabric(source: Source) -> Fabric:
     nodes = {node_id for node_id, _ in guids} | {
         m[1] for line in source.lines if '"H-' in line for m in [_CA_ID.search(line[:200])] if m
     }
+    marks = Counter(_REDACTED.findall(source.text)) if "<" in source.text else Counter()
+    odd = tuple(mark for mark in marks if mark != marks.most_common(1)[0][0])
     current: NodeKey | None = None
     ends_at_blank = not _is_double_spaced(source.lines)
     for line in source.lines:
@@ -80,10 +84,10 @@ def parse_fabric(source: Source) -> Fabric:
             continue
         node = _NODE.match(line)
         if node:
-            current = None if _is_broken(node[3]) else _record(fabric, node)
+            current = None if _is_broken(node[3]) or node[3].endswith(odd) else _record(fabric, node)
             continue
         port = _PORT.match(line)
-        if port is None or current is None or _is_broken(port[3]):
+        if port is None or current is None or _is_broken(port[3]) or port[3].endswith(odd):
             continue
         if fabric.nodes[current].is_switch == bool(port[2]):
             fabric.disordered = True
