@@ -53,7 +53,8 @@ def begin_on_slurm(run: RunDir) -> AttemptDir:
     job = current_job()
     for warning in override_warnings(os.environ):
         logger.warning("%s", warning)
-    topology = seen_from_inside(cluster_topology(job.partition, len(job.nodes), job.nodes))
+    known = cluster_topology(job.partition, len(job.nodes), job.nodes)
+    topology = seen_from_inside(known, read_plan(run.plan).gpus_per_node)
     return begin(
         run,
         Start(

@@ -13,11 +13,13 @@ DETECT_TIMEOUT_S = 60.0
 """Bound on the step that asks all nodes; ``HPJOB_DETECT_TIMEOUT_S`` sets another, 0 leaves the step out."""
 
 
-def seen_from_inside(slurm: Topology) -> Topology:
+def seen_from_inside(slurm: Topology, ranks_per_node: int) -> Topology:
     """Add what the nodes of this job find in themselves (NVLink, NICs, rails) to what Slurm knows.
 
     Args:
-        slurm: The job's nodes as Slurm describes them; its nodes and their order are kept.
+        slurm: The job's nodes as Slurm describes them; its nodes and their order are kept. It counts all GPUs of
+            a node, also those that belong to other jobs.
+        ranks_per_node: GPUs that the plan needs on every node.
 
     Returns:
         ``slurm`` itself with a note when the nodes do not answer or contradict what Slurm has given.
@@ -29,7 +31,7 @@ def seen_from_inside(slurm: Topology) -> Topology:
         from hpjob.topology.detect.cluster import detect_allocation  # noqa: PLC0415
 
         found = detect_allocation(known=slurm, timeout_s=timeout_s)
-        return _in_order(slurm, found)
+        return _in_order(slurm, found, ranks_per_node)
     except HpjobError as error:
         reason = error.message
     except Exception as error:
@@ -47,19 +49,19 @@ def _timeout_s() -> float:
         return DETECT_TIMEOUT_S
 
 
-def _in_order(slurm: Topology, found: Topology) -> Topology:
+def _in_order(slurm: Topology, found: Topology, needed: int) -> Topology:
     by_name = {node.name: node for node in found.nodes}
     notes = list(found.notes)
-    nodes = tuple(_node(node, by_name.get(node.name), notes) for node in slurm.nodes)
+    nodes = tuple(_node(node, by_name.get(node.name), needed, notes) for node in slurm.nodes)
     return found.model_copy(update={"nodes": nodes, "notes": tuple(dict.fromkeys(notes))})
 
 
-def _node(known: Node, seen: Node | None, notes: list[str]) -> Node:
-    """Take a node as it sees itself, unless it sees fewer GPUs than Slurm has given to the job."""
+def _node(known: Node, seen: Node | None, needed: int, notes: list[str]) -> Node:
+    """Take a node as it sees itself, unless it sees fewer GPUs than the plan needs."""
     if seen is None:
         return known
-    if len(seen.gpus) < len(known.gpus):
-        notes.append(f"{known.name}: sees {len(seen.gpus)} GPUs, Slurm gave {len(known.gpus)}; Slurm is believed")
+    if len(seen.gpus) < min(needed, len(known.gpus)):
+        notes.append(f"{known.name}: sees {len(seen.gpus)} GPUs, the plan needs {needed}; Slurm is believed")
         return known
     return seen
 

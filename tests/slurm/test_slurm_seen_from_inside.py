@@ -25,7 +25,7 @@ def test_nodes_keep_slurms_order_and_tell_their_islands(monkeypatch: pytest.Monk
     pairs = tuple(Island(kind="nvlink", gpus=pair, all_to_all=True) for pair in ((0, 2), (1, 3)))
     nodes = tuple(node.model_copy(update={"islands": pairs}) for node in reversed(SLURM.nodes))
     answer(monkeypatch, SLURM.model_copy(update={"nodes": nodes}))
-    found = seen_from_inside(SLURM)
+    found = seen_from_inside(SLURM, 4)
     assert [node.name for node in found.nodes] == ["n2", "n1"]
     assert all(node.islands == pairs for node in found.nodes)
 
@@ -33,7 +33,7 @@ def test_nodes_keep_slurms_order_and_tell_their_islands(monkeypatch: pytest.Monk
 @pytest.mark.parametrize("error", [EnvironmentProblemError("no node answered", hint="-"), RuntimeError("driver")])
 def test_a_failing_detector_leaves_slurms_view_and_a_note(monkeypatch: pytest.MonkeyPatch, error: Exception) -> None:
     answer(monkeypatch, error)
-    found = seen_from_inside(SLURM)
+    found = seen_from_inside(SLURM, 4)
     assert found.nodes == SLURM.nodes
     assert any(note.startswith("only what Slurm knows of the nodes") for note in found.notes)
 
@@ -41,12 +41,13 @@ def test_a_failing_detector_leaves_slurms_view_and_a_note(monkeypatch: pytest.Mo
 def test_a_node_that_sees_too_few_gpus_is_not_believed(monkeypatch: pytest.MonkeyPatch) -> None:
     few = SLURM.nodes[0].model_copy(update={"gpus": SLURM.nodes[0].gpus[:3]})
     answer(monkeypatch, SLURM.model_copy(update={"nodes": (few, SLURM.nodes[1])}))
-    found = seen_from_inside(SLURM)
+    found = seen_from_inside(SLURM, 4)
     assert len(found.nodes[0].gpus) == 4
-    assert "n2: sees 3 GPUs, Slurm gave 4; Slurm is believed" in found.notes
+    assert len(seen_from_inside(SLURM, 2).nodes[0].gpus) == 3
+    assert "n2: sees 3 GPUs, the plan needs 4; Slurm is believed" in found.notes
 
 
 def test_asking_can_be_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
     answer(monkeypatch, RuntimeError("asked all the same"))
     monkeypatch.setenv("HPJOB_DETECT_TIMEOUT_S", "0")
-    assert seen_from_inside(SLURM) is SLURM
+    assert seen_from_inside(SLURM, 4) is SLURM
