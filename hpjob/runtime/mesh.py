@@ -86,7 +86,7 @@ class Mesh:
         """Make a second group like :meth:`group`; a collective call of all ranks of the world."""
         shape = [self.size(other) for other in Axis]
         rows = torch.arange(self.world_size).view(shape).movedim(list(Axis).index(axis), -1).flatten(0, -2).tolist()
-        groups = {self.rank in row: dist.new_group(row) for row in rows}
+        groups: dict[bool, dist.ProcessGroup] = {self.rank in row: dist.new_group(row) for row in rows}
         return groups[True]
 
     def _message_options(self) -> dict[str, Any]:
