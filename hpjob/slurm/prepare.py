@@ -240,7 +240,8 @@ def _run_path(request: Request, recipe: Recipe) -> Path:
     if path.exists():
         raise UserInputError(
             f"run {request.name} exists already in {runs}",
-            hint=f"choose another --name, or go on with `hpjob resume {request.name}`",
+            hint="choose another --name, or go on with "
+            f"`hpjob resume {request.name if request.runs == Path('runs') else path}`",
         )
     return path
 
