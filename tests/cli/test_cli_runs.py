@@ -201,6 +201,14 @@ def test_a_dry_resume_in_json_is_one_document(cli: Cli, run: RunDir, fake_slurm:
     assert len(read_json_lines(run.jobs)) == 1
 
 
+def test_a_renamed_run_goes_on_in_its_new_folder(cli: Cli, run: RunDir, fake_slurm: FakeSlurm) -> None:
+    fake_slurm.answer("squeue", "CANCELLED|None|n1|N/A|\n")
+    renamed = run.path.rename(run.path.with_name("renamed"))
+    script = cli("resume", "renamed", "--dry-run").out
+    assert f"\nrun_dir={renamed}\n" in script and "#SBATCH --job-name=renamed\n" in script
+    assert str(run.path) not in script
+
+
 def test_a_failed_save_is_shown_until_a_later_one_comes_through(cli: Cli, run: RunDir, fake_slurm: FakeSlurm) -> None:
     fake_slurm.answer("squeue", "RUNNING|None|n1|N/A|1:00\n")
     attempt = begin(run)
