@@ -91,6 +91,13 @@ MISTAKES = {
     "missing data": (("--set", "data.path=nowhere"), 2, "does not exist", "hpjob data prepare"),
     "protected option": (("--", "--output=x"), 2, "--output cannot be passed", "logs"),
     "name": (("--name", "../x"), 2, "not usable", "letters"),
+    "long name": (("--name", "a" * 300), 2, "not usable", "at most 200"),
+    "a mistyped number of nodes": (
+        ("--machine", "hgx-h100", "--nodes", "99999999", "--dry-run"),
+        2,
+        "99999999",
+        "--nodes",
+    ),
     "executor": (("--executor", "pbs"), 2, "unknown executor", "slurm or local"),
     "unknown option": (("--nodse", "2"), 2, "--nodse", "--help"),
 }
