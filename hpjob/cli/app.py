@@ -47,7 +47,7 @@ def main() -> None:
         _complain(error.message, error.hint)
         sys.exit(int(error.exit_code))
     except _UsageError as error:
-        if len(sys.argv) == 1:
+        if type(error).__name__ == "NoArgsIsHelpError":  # `hpjob` or `hpjob data` alone: the text is the help
             typer.echo(error.format_message(), err=True)
             sys.exit(int(ExitCode.USER_INPUT))
         path = error.ctx.command_path if error.ctx is not None else "hpjob"

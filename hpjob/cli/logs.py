@@ -51,6 +51,8 @@ def logs(
     _show_tail(path, lines)
     if follow:
         _follow(found, path)
+    if chosen.save_problem:
+        typer.echo(f"\n{chosen.save_problem}")
     _show_first_failure(chosen)
 
 
@@ -72,7 +74,8 @@ def _print_document(run: RunDir, attempt: Attempt | None, rank: int | None, line
 
     from hpjob.report.logs import rank_to_show, tail
 
-    document: dict[str, object] = {"version": 1, "run": run.name, "attempt": None, "rank": None, "lines": []}
+    document: dict[str, object] = {"version": 1, "run": run.name, "attempt": None, "rank": None, "path": None}
+    document |= {"lines": [], "failures": [], "first_failure": None}
     if attempt is not None:
         shown = rank if rank is not None else rank_to_show(attempt)
         failure = attempt.first_failure
@@ -98,13 +101,16 @@ def _check_rank(path: Path, attempt: Attempt) -> None:
 
 
 def _show_job_log(run: RunDir, lines: int) -> None:
+    from hpjob.cli.find_run import run_argument
     from hpjob.report.logs import job_log
     from hpjob.slurm.live import read_submissions
 
     submissions = read_submissions(run)
     path = job_log(run, submissions[-1].job_id, submissions[-1].executor) if submissions else None
     if path is None or not path.exists():
-        typer.echo(f"{run.name} has no logs yet: its job has not started (`hpjob status {run.name}`)", err=True)
+        typer.echo(
+            f"{run.name} has no logs yet: its job has not started (`hpjob status {run_argument(run)}`)", err=True
+        )
         return
     _show_tail(path, lines)
 

@@ -28,6 +28,7 @@ def resume(
 ) -> None:
     """Submit a run again: same folder, newest checkpoint; another number of nodes gets a new plan."""
     from hpjob.cli.find_run import find_run
+    from hpjob.cli.submit import print_script
     from hpjob.slurm.resume import prepare_resume
 
     found = find_run(run, run_dir)
@@ -38,7 +39,7 @@ def resume(
     for line in (*resumption.changes, *(f"note: {note}" for note in resumption.prepared.notes)):
         typer.echo(line, err=True)
     if dry_run:
-        typer.echo(resumption.prepared.script, nl=False)
+        print_script(resumption.prepared, as_json=as_json)
         return
     _confirm(resumption, yes=yes or as_json)
     _submit(resumption, as_json=as_json, watch=watch)

@@ -10,6 +10,7 @@ import typer
 if TYPE_CHECKING:
     from hpjob.cli.run_status import RunStatus
     from hpjob.core.run_records import Failure
+    from hpjob.report.read import RunRecord
 
 
 def register(app: typer.Typer) -> None:
@@ -31,7 +32,7 @@ def status(
     from hpjob.cli.watch import watch_run
 
     found = find_run(run, run_dir)
-    if watch and not as_json:
+    if watch:
         watch_run(found)
     current = run_status(found)
     if as_json:
@@ -63,6 +64,7 @@ def as_document(current: RunStatus) -> dict[str, Any]:
         "tokens_per_s": record.tokens_per_s,
         "seconds_left": record.seconds_left,
         "checkpoint_step": record.checkpoint_step,
+        "save_problem": attempt.save_problem if attempt else None,
         "first_failure": _failure_document(failure) if failure else None,
     }
 
@@ -82,7 +84,7 @@ def as_lines(current: RunStatus) -> list[str]:
         lines.append(f"  plan        {record.plan.summary}")
     lines.append(f"  job         {by}, {_attempts(len(record.attempts))}{_start_words(current)}")
     lines.append(f"  step        {_progress(current)}")
-    lines.append(f"  checkpoint  {_checkpoint(record.checkpoint_step)}")
+    lines.append(f"  checkpoint  {_checkpoint(record)}")
     lines.append(f"  folder      {record.files.path}")
     failure, attempt = current.failure, record.last_attempt
     if failure is not None and attempt is not None:
@@ -119,8 +121,10 @@ def _progress(current: RunStatus) -> str:
     return text
 
 
-def _checkpoint(step: int) -> str:
-    return f"step {step}" if step else "none yet"
+def _checkpoint(record: RunRecord) -> str:
+    text = f"step {record.checkpoint_step}" if record.checkpoint_step else "none yet"
+    problem = record.last_attempt.save_problem if record.last_attempt else None
+    return f"{text}; {problem}" if problem else text
 
 
 def duration(seconds: float) -> str:

@@ -58,7 +58,7 @@ def submit(
     prepared = prepare(request)
     _show_plan(prepared, quiet=as_json)
     if dry_run:
-        _print_script(prepared, as_json=as_json)
+        print_script(prepared, as_json=as_json)
         return
     _confirm(prepared, yes=yes or as_json)
     _submit(prepared, as_json=as_json, watch=watch)
@@ -73,7 +73,8 @@ def _show_plan(prepared: Prepared, *, quiet: bool) -> None:
         typer.echo(f"note: {note}", err=True)
 
 
-def _print_script(prepared: Prepared, *, as_json: bool) -> None:
+def print_script(prepared: Prepared, *, as_json: bool) -> None:
+    """Print the job script that would be submitted, alone or in a JSON document."""
     import json
 
     if as_json:

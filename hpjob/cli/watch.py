@@ -8,6 +8,7 @@ from collections.abc import Iterator
 
 import typer
 
+from hpjob.cli.find_run import run_argument
 from hpjob.cli.run_status import RunStatus, run_status
 from hpjob.core.run_dir import RunDir
 from hpjob.slurm.query import JobState
@@ -29,7 +30,7 @@ def watch_run(run: RunDir) -> None:
         else:
             _watch_in_lines(run)
     except KeyboardInterrupt:
-        typer.echo(f"\nstopped watching; {run.name} goes on (`hpjob status {run.name}`)", err=True)
+        typer.echo(f"\nstopped watching; {run.name} goes on (`hpjob status {run_argument(run)}`)", err=True)
         raise
 
 

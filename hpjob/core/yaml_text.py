@@ -114,15 +114,14 @@ def load(text: str, *, source: str) -> tuple[Any, list[str]]:
     Raises:
         UserInputError: The text is no YAML.
     """
-    loader = _Loader(text)
     try:
+        # The reader looks at all characters before the first token, so even making it can fail.
+        loader = _Loader(text)
         document = loader.get_single_data()
-    except (yaml.YAMLError, ValueError) as error:
+    except (yaml.YAMLError, ValueError, RecursionError) as error:
         raise UserInputError(
             f"{source}: {_syntax_message(error)}", hint="indent with spaces; quote text that holds `: ` or ` #`"
         ) from None
-    finally:
-        loader.dispose()
     return document, loader.problems
 
 

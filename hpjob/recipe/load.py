@@ -96,7 +96,8 @@ def _document(name: str, problems: list[str], chain: tuple[str, ...]) -> dict[st
 
 def _unknown(name: str) -> UserInputError:
     if _is_path(name):
-        return UserInputError(f"recipe {name}: no such file", hint="`hpjob recipes list` shows the packaged ones")
+        what = "is a folder, no file" if Path(name).is_dir() else "no such file"
+        return UserInputError(f"recipe {name}: {what}", hint="`hpjob recipes list` shows the packaged ones")
     names = recipe_names()
     guess = nearest(name, names) or nearest(name.lower(), names)
     asked = f"did you mean `{guess}`? " if guess else ""

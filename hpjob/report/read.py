@@ -66,6 +66,8 @@ class Attempt:
     failures: tuple[Failure, ...]
     phase: str | None
     """Newest event, such as ``building`` or ``training``."""
+    save_problem: str | None
+    """Why the newest save failed; None once a later one came through."""
 
     @property
     def first_failure(self) -> Failure | None:
@@ -166,7 +168,15 @@ def _attempt(files: AttemptDir) -> Attempt | None:
         ended_at=end.get("time"),
         failures=tuple(read_failures(files)),
         phase=str(events[-1]["event"]) if events and "event" in events[-1] else None,
+        save_problem=_save_problem(events),
     )
+
+
+def _save_problem(events: list[dict[str, Any]]) -> str | None:
+    saves = [event for event in events if event.get("event") in {"checkpoint-saved", "checkpoint-failed"}]
+    if not saves or saves[-1]["event"] == "checkpoint-saved":
+        return None
+    return f"the save of step {saves[-1].get('step', '?')} failed: {saves[-1].get('reason') or 'no reason given'}"
 
 
 def _read_plan(path: Path) -> Plan | None:

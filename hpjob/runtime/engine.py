@@ -90,6 +90,7 @@ class Engine:
         mesh = add_expert_mesh(mesh, plan) if recipe.model.num_experts else mesh
         self._plan, self._recipe, self._mesh, self._device = plan, recipe, mesh, device
         self._rank = mesh.coordinate(Axis.PP)
+        self._kernel = attention_kernel(plan, mesh)
         self._split = sequence_split(plan.seq_length, plan.sequence_parallelism_mode, mesh)
         self._schedule = build_schedule(plan.pipeline, plan.degrees.pp)
         self.parameters: list[ShardedParameter] = []
@@ -197,8 +198,8 @@ class Engine:
         region = TensorRegion(
             mesh=mesh.tp_mesh, splits_sequence=mode in ("split_gather", "ring"), is_ring=mode == "ring"
         )
-        family, kernel = family_of(recipe.model.model_type), attention_kernel(plan, mesh)
-        stage = DecoderStage(family, recipe.model, part, plan, region, kernel)
+        family = family_of(recipe.model.model_type)
+        stage = DecoderStage(family, recipe.model, part, plan, region, self._kernel)
         place_experts(stage.model.layers, family, mesh, region)  # type: ignore[arg-type]
         cuts = plan_cuts(stage, mesh)
         shard_stage(stage, plan, mesh)

@@ -82,6 +82,13 @@ class Mesh:
                 mine = group
         return mine
 
+    def new_group_along(self, axis: Axis) -> dist.ProcessGroup:
+        """Make a second group like :meth:`group`; a collective call of all ranks of the world."""
+        shape = [self.size(other) for other in Axis]
+        rows = torch.arange(self.world_size).view(shape).movedim(list(Axis).index(axis), -1).flatten(0, -2).tolist()
+        groups: dict[bool, dist.ProcessGroup] = {self.rank in row: dist.new_group(row) for row in rows}
+        return groups[True]
+
     def _message_options(self) -> dict[str, Any]:
         """Let a receive that waits on a GPU occupy four of its multiprocessors; NCCL would take up to 32."""
         if self.device_mesh.device_type != "cuda":

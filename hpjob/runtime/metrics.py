@@ -80,7 +80,7 @@ def drop_steps_after(path: Path, last_step: int) -> int:
 
 def _is_kept(line: str, last_step: int) -> bool:
     try:
-        document = json.loads(line)
-    except ValueError:
+        step = int(json.loads(line)["step"])
+    except (ValueError, TypeError, KeyError):
         return False
-    return line.endswith("\n") and isinstance(document, dict) and 0 < int(document.get("step", 0)) <= last_step
+    return line.endswith("\n") and 0 < step <= last_step

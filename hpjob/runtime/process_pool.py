@@ -9,6 +9,7 @@ new ones start with the next job.
 from __future__ import annotations
 
 import faulthandler
+import gc
 import multiprocessing
 import os
 import pickle
@@ -179,6 +180,8 @@ def _run(rank: int, job: tuple[int, int, str, int, float], call: bytes) -> Any:
         result = function(*args)
     finally:
         faulthandler.cancel_dump_traceback_later()
+    # Groups that a reference cycle keeps (FSDP2 makes some) would keep their threads, which wake often.
+    gc.collect()
     # Only after success: on a failure peers may be stuck, and tearing down would wait for them.
     dist.barrier()
     dist.destroy_process_group()

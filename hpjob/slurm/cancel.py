@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import signal
 import time
 
@@ -62,7 +63,8 @@ def _end_local(run: RunDir, submission: Submission) -> None:
     launcher = _launcher_pid(run)
     for process in family:
         if process.pid == launcher:
-            process.send_signal(signal.SIGTERM)
+            with contextlib.suppress(psutil.NoSuchProcess):  # it was just ending by itself
+                process.send_signal(signal.SIGTERM)
     _, alive = psutil.wait_procs(family, timeout=LOCAL_GRACE_S if launcher in {p.pid for p in family} else 0)
     # The controller first: it would start the launcher again.
     left = [process for process in [controller, *_children(controller), *alive] if process.is_running()]

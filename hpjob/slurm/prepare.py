@@ -30,7 +30,8 @@ from hpjob.topology.load import load_machine, local_topology, machine_topology
 from hpjob.topology.model import Topology
 from hpjob.topology.slurm import cluster_topology
 
-_RUN_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
+_RUN_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,199}")
+"""Shorter than a file system's 255 bytes, since names of other files begin with it."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -233,13 +234,14 @@ def _run_path(request: Request, recipe: Recipe) -> Path:
     if not _RUN_NAME.fullmatch(request.name):
         raise UserInputError(
             f"run name {request.name!r} is not usable",
-            hint="use letters, digits, `.`, `_` and `-`, beginning with a letter or digit",
+            hint="use at most 200 letters, digits, `.`, `_` and `-`, beginning with a letter or digit",
         )
     path = runs / request.name
     if path.exists():
         raise UserInputError(
             f"run {request.name} exists already in {runs}",
-            hint=f"choose another --name, or go on with `hpjob resume {request.name}`",
+            hint="choose another --name, or go on with "
+            f"`hpjob resume {request.name if request.runs == Path('runs') else path}`",
         )
     return path
 

@@ -49,6 +49,8 @@ def prepare_resume(run: RunDir, *, nodes: int | None, executor: str) -> Resumpti
     )
     plan, topology = read_plan(run.plan), load_topology(str(run.topology))
     spec = parse(JobSpec, read_json(run.spec) or {}, source=str(run.spec))
+    # A folder that was copied or renamed is a run of its own; the old path may hold another.
+    spec = spec.model_copy(update={"job_name": run.name, "run_dir": str(run.path)})
     previous = read_submissions(run)
     chosen, site, notes = choose_executor(previous[-1].executor if executor == "auto" and previous else executor)
     changes: list[str] = []

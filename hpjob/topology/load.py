@@ -13,6 +13,8 @@ from hpjob.topology.model import Block, Gpu, Island, MachineType, Node, Topology
 
 _SUFFIX = ".yaml"
 _GPU_KINDS = ("nvlink", "xgmi")
+_MOST_NODES = 20_000
+"""More than any cluster has; a mistyped number is refused before it becomes as many records."""
 
 
 def machine_names() -> list[str]:
@@ -54,7 +56,12 @@ def dump_topology(topology: Topology) -> str:
 
 
 def machine_topology(machine: MachineType, num_nodes: int) -> Topology:
-    """Return ``num_nodes`` nodes of one kind under one leaf switch, with names ``node-0``, ``node-1``, …"""
+    """Return ``num_nodes`` nodes of one kind under one leaf switch, with names ``node-0``, ``node-1``, …
+
+    Raises:
+        UserInputError: More nodes than any cluster has.
+    """
+    _check_count(num_nodes)
     names = [f"node-{index}" for index in range(num_nodes)]
     return Topology(
         nodes=tuple(machine_node(machine, name) for name in names),
@@ -72,6 +79,13 @@ def machine_node(machine: MachineType, name: str) -> Node:
         for index in range(machine.gpus_per_node)
     )
     return Node(name=name, gpus=gpus, islands=_islands(machine), nic_bandwidth_gb_s=machine.nic_bandwidth_gb_s)
+
+
+def _check_count(num_nodes: int) -> None:
+    if num_nodes > _MOST_NODES:
+        raise UserInputError(
+            f"{num_nodes} nodes asked for, more than any cluster has", hint=f"use --nodes {_MOST_NODES} or less"
+        )
 
 
 def _islands(machine: MachineType) -> tuple[Island, ...]:
@@ -107,8 +121,13 @@ def local_topology(num_nodes: int, gpus_per_node: int | None = None) -> Topology
     Args:
         num_nodes: Virtual nodes.
         gpus_per_node: Ranks a node, each a process on the host's cores.
+
+    Raises:
+        UserInputError: More nodes than any cluster has.
     """
     import psutil  # noqa: PLC0415
+
+    _check_count(num_nodes)
 
     machine = load_machine("cpu")
     ranks = gpus_per_node or machine.gpus_per_node

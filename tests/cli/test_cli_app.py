@@ -56,8 +56,9 @@ def test_usage_errors(cli: Cli, arguments: tuple[str, ...], words: str) -> None:
     assert result.out == ""
 
 
-def test_no_arguments_show_the_help(cli: Cli) -> None:
-    result = cli()
+@pytest.mark.parametrize("arguments", [(), ("recipes",)])
+def test_no_arguments_show_the_help(cli: Cli, arguments: tuple[str, ...]) -> None:
+    result = cli(*arguments)
     assert result.code == 2
     assert "Usage: " in result.err and "error:" not in result.err
 

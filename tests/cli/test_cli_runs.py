@@ -131,6 +131,8 @@ def test_logs_of_one_rank_and_attempt(cli: Cli, run: RunDir) -> None:
 def test_logs_before_the_job_started(cli: Cli, run: RunDir) -> None:
     result = cli("logs")
     assert result.code == 0 and "has no logs yet" in result.err
+    document = json.loads(cli("logs", "--json").out)
+    assert (document["attempt"], document["lines"], document["first_failure"]) == (None, [], None)
     run.slurm_log("4711").write_text("module: command not found\n", encoding="utf-8")
     assert "module: command not found" in cli("logs").out
 
@@ -190,6 +192,35 @@ def test_resume_submits_again_in_the_same_folder(cli: Cli, run: RunDir, fake_slu
     assert not run.cancelled.exists()
     assert [line["job_id"] for line in read_json_lines(run.jobs)] == ["4711", "4712"]
     assert fake_slurm.submitted == run.script.read_text(encoding="utf-8")
+
+
+def test_a_dry_resume_in_json_is_one_document(cli: Cli, run: RunDir, fake_slurm: FakeSlurm) -> None:
+    fake_slurm.answer("squeue", "CANCELLED|None|n1|N/A|\n")
+    document = json.loads(cli("resume", "--dry-run", "--json").out)
+    assert document["script"] == cli("resume", "--dry-run").out == run.script.read_text(encoding="utf-8")
+    assert len(read_json_lines(run.jobs)) == 1
+
+
+def test_a_renamed_run_goes_on_in_its_new_folder(cli: Cli, run: RunDir, fake_slurm: FakeSlurm) -> None:
+    fake_slurm.answer("squeue", "CANCELLED|None|n1|N/A|\n")
+    renamed = run.path.rename(run.path.with_name("renamed"))
+    script = cli("resume", "renamed", "--dry-run").out
+    assert f"\nrun_dir={renamed}\n" in script and "#SBATCH --job-name=renamed\n" in script
+    assert str(run.path) not in script
+
+
+def test_a_failed_save_is_shown_until_a_later_one_comes_through(cli: Cli, run: RunDir, fake_slurm: FakeSlurm) -> None:
+    fake_slurm.answer("squeue", "RUNNING|None|n1|N/A|1:00\n")
+    attempt = begin(run)
+    failed = {"event": "checkpoint-failed", "step": 20, "reason": "rank 1: OSError: No space left on device"}
+    attempt.events.write_text(json.dumps(failed) + "\n", encoding="utf-8")
+    words = "the save of step 20 failed: rank 1: OSError: No space left on device"
+    assert f"  checkpoint  none yet; {words}\n" in cli("status").out
+    assert json.loads(cli("status", "--json").out)["save_problem"] == words
+    assert cli("logs").out.endswith(f"\n{words}\n")
+    with attempt.events.open("a", encoding="utf-8") as stream:
+        stream.write(json.dumps({"event": "checkpoint-saved", "step": 40}) + "\n")
+    assert "the save of" not in cli("status").out + cli("logs").out
 
 
 def test_resume_takes_the_lead_from_measured_times(cli: Cli, run: RunDir, fake_slurm: FakeSlurm) -> None:

@@ -91,6 +91,13 @@ MISTAKES = {
     "missing data": (("--set", "data.path=nowhere"), 2, "does not exist", "hpjob data prepare"),
     "protected option": (("--", "--output=x"), 2, "--output cannot be passed", "logs"),
     "name": (("--name", "../x"), 2, "not usable", "letters"),
+    "long name": (("--name", "a" * 300), 2, "not usable", "at most 200"),
+    "a mistyped number of nodes": (
+        ("--machine", "hgx-h100", "--nodes", "99999999", "--dry-run"),
+        2,
+        "99999999",
+        "--nodes",
+    ),
     "executor": (("--executor", "pbs"), 2, "unknown executor", "slurm or local"),
     "unknown option": (("--nodse", "2"), 2, "--nodse", "--help"),
 }
@@ -138,7 +145,7 @@ def test_variables_that_would_override_are_shown(
 
 
 def test_a_plan_that_the_runtime_cannot_run_is_refused_before_the_queue(cli: Cli, fake_slurm: FakeSlurm) -> None:
-    change = ("--set", "parallel.pp_style=zbv")
+    change = ("--set", "parallel.cpu_offload=true")
     result = cli(*TINY, *change)
     assert result.code == 2 and "runtime cannot run" in result.err
     assert cli(*TINY, *change, "--dry-run").code == 0

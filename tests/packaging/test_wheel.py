@@ -15,14 +15,14 @@ CHECKOUT = Path(__file__).resolve().parents[2]
 DATA_KINDS = ("templates", "topology", "recipes")
 
 # One installation serves all tests of this file; building it takes most of the time.
-pytestmark = pytest.mark.xdist_group("wheel")
+pytestmark = [pytest.mark.xdist_group("wheel"), pytest.mark.timeout(1200)]
 
 
 def run(*command: str | Path, cwd: Path) -> str:
     """Run a command that must not see the checkout; returns its standard output."""
     env = {key: value for key, value in os.environ.items() if not key.startswith(("PYTHON", "VIRTUAL_ENV"))}
     done = subprocess.run(
-        [str(part) for part in command], cwd=cwd, env=env, capture_output=True, text=True, timeout=280, check=False
+        [str(part) for part in command], cwd=cwd, env=env, capture_output=True, text=True, timeout=1100, check=False
     )
     assert done.returncode == 0, f"{command} exited {done.returncode}\n{done.stdout}\n{done.stderr}"
     return done.stdout

@@ -146,6 +146,14 @@ def test_no_yaml_says_where(tmp_path: Path) -> None:
         load_recipe(_write(tmp_path, "model:\n\t- x\n"), [])
     with pytest.raises(UserInputError, match="no such file"):
         load_recipe(str(tmp_path / "absent.yaml"), [])
+    with pytest.raises(UserInputError, match="is a folder"):
+        load_recipe(f"{tmp_path}/", [])
+
+
+@pytest.mark.parametrize("text", ["model: \0", "a: \x1b[0m", "[" * 3000], ids=["nul", "escape", "deep"])
+def test_what_the_yaml_reader_chokes_on_is_no_bug(tmp_path: Path, text: str) -> None:
+    with pytest.raises(UserInputError, match="recipe "):
+        load_recipe(_write(tmp_path, text), [])
 
 
 @pytest.mark.parametrize("text", ["3e-4", "on", "0123", "1:30", "null", "1_000", "~", "", " x", "a: b", "true", "0x1f"])

@@ -50,11 +50,20 @@ class RecomputedAttention:
         return f"{self._kernel.describe(q, k, needs_bias=needs_bias)}, recomputed"
 
 
+def _ring(plan: Plan, mesh: Mesh) -> Ring:
+    """One ring, or where it spans nodes, rings inside them and one around them."""
+    group, size = mesh.group(Axis.SP), mesh.size(Axis.SP)
+    inside, rest = divmod(plan.gpus_per_node, plan.degrees.tp)
+    if rest or not 1 < inside < size or size % inside:
+        return Ring(group=group)
+    return Ring(group=group, inner_size=inside, outer_group=mesh.new_group_along(Axis.SP))
+
+
 def attention_kernel(plan: Plan, mesh: Mesh) -> AttentionKernel:
-    """Return the kernel of a plan's sequence parallelism mode; one object serves all layers."""
+    """Return the kernel of a plan's sequence parallelism mode; a collective call, one object serves all layers."""
     kernel: AttentionKernel = LocalAttentionKernel()
     if plan.sequence_parallelism_mode == "ring_attn":
-        kernel = RingAttentionKernel(Ring(group=mesh.group(Axis.SP)))
+        kernel = RingAttentionKernel(_ring(plan, mesh))
     elif plan.sequence_parallelism_mode == "all_to_all":
         kernel = UlyssesAttentionKernel(mesh.group(Axis.SP))
     return RecomputedAttention(kernel) if plan.recompute == "selective" else kernel

@@ -26,7 +26,7 @@ _PARALLEL = (
 _PIPELINE = ("num_microbatches", "microbatch_size", "pp_style", "num_model_chunks", "layers_per_stage")
 _OPTIMIZER = ("lr", "max_norm", "weight_decay", "schedule", "warmup_steps")
 _MODEL = tuple(name for name in ModelShape.model_fields if name != "model_type")
-_OTHER = ("dp_size", "recompute", "every_kth_layer", "seq_length", "seed", "documents", "model_type")
+_OTHER = ("dp_size", "recompute", "every_kth_layer", "seq_length", "seed", "documents", "model_type", "gpus_per_node")
 _KEYS = (*_DEGREES, *_PARALLEL, *_PIPELINE, *_OPTIMIZER, *_MODEL, *_OTHER)
 
 _DEFAULT_MODEL: Mapping[str, object] = {
@@ -67,7 +67,7 @@ def parse_case(text: str, *, world: int | None, steps: int, model_type: str = "l
         text: ``key=value`` pairs: degrees (``tp_size``, ``pp_size``, ``dp_size``, …), switches of the recipe's
             ``parallel`` section, ``num_microbatches``, ``microbatch_size``, ``layers_per_stage=3,5``,
             ``recompute``, ``every_kth_layer``, ``seq_length``, ``seed``, ``documents`` packed into a sequence,
-            and any key of the recipe's ``model`` and ``optimizer`` sections.
+            ``gpus_per_node``, and any key of the recipe's ``model`` and ``optimizer`` sections.
         world: Processes to fill with data parallelism when there is no ``dp_size``; None = dp 1 then.
         steps: Optimizer steps.
         model_type: Model family of cases that do not say ``model_type``.
@@ -110,7 +110,10 @@ def parse_case(text: str, *, world: int | None, steps: int, model_type: str = "l
         num_model_chunks=int(str(values.get("num_model_chunks", 1))),
         layers_per_stage=_integers(values.get("layers_per_stage")),
     )
-    return Case(text, recipe, fixed_plan(recipe, degrees, pipeline), int(str(values.get("documents", 1))))
+    plan = fixed_plan(recipe, degrees, pipeline)
+    per_node = int(str(values.get("gpus_per_node", plan.gpus_per_node)))
+    plan = plan.model_copy(update={"gpus_per_node": per_node})
+    return Case(text, recipe, plan, int(str(values.get("documents", 1))))
 
 
 def _pairs(text: str) -> dict[str, object]:

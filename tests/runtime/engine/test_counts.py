@@ -28,6 +28,8 @@ COLLECTIVES = {
     "all_gather_single": "all_gather",
     "reduce_scatter_tensor": "reduce_scatter",
     "reduce_scatter_single": "reduce_scatter",
+    "all_to_all_single": "all_to_all",
+    "batch_isend_irecv": "messages",
 }
 
 
@@ -81,6 +83,23 @@ def test_shared_key_value_heads_cost_one_sum_a_step(pool: ProcessPool) -> None:
     cut = counts_of(pool, "tp_size=4 num_key_value_heads=4 num_microbatches=3")["all_reduce"]
     shared = counts_of(pool, "tp_size=4 num_key_value_heads=2 num_microbatches=3")["all_reduce"]
     assert shared - cut == 1
+
+
+@pytest.mark.parametrize(
+    ("mode", "per_layer"),
+    [
+        ("tp_size=2 sequence_parallelism_mode=split_gather", {"all_gather": 2 + 2, "reduce_scatter": 2 + 2}),
+        # Around each of two blocks: in once, out once; backward, out once, and in twice, again for the weights.
+        ("tp_size=2 sequence_parallelism_mode=ring", {"messages": 4 + 6, "all_gather": 0, "all_reduce": 0}),
+        ("sp_size=2 sequence_parallelism_mode=all_to_all zero_stage=0", {"all_to_all": 4 + 4}),
+        # K and V go round once forward, once backward, and their gradients go all the way home.
+        ("sp_size=2 sequence_parallelism_mode=ring_attn zero_stage=0", {"messages": 1 + 1 + 2}),
+    ],
+)
+def test_what_a_layer_sends_on_a_split_sequence(pool: ProcessPool, mode: str, per_layer: dict[str, int]) -> None:
+    few = counts_of(pool, f"{mode} num_microbatches=3", layers=1)
+    many = counts_of(pool, f"{mode} num_microbatches=3", layers=3)
+    assert {kind: many[kind] - few[kind] for kind in per_layer} == {kind: n * 2 * 3 for kind, n in per_layer.items()}
 
 
 @pytest.mark.parametrize(

@@ -61,6 +61,8 @@ def test_further_cases_equal_one_process(parity: Callable[..., Outcome], case: s
         "tp_size=2 sp_size=2 sequence_parallelism_mode=ring_attn zero_stage=3 recompute=full seq_length=13",
         "pp_size=2 sp_size=2 dp_size=2 sequence_parallelism_mode=ring_attn zero_stage=1",
         "sp_size=4 sequence_parallelism_mode=ring_attn num_key_value_heads=1 recompute=selective zero_stage=0",
+        "sp_size=4 sequence_parallelism_mode=ring_attn gpus_per_node=2 tp_size=1 zero_stage=1",
+        "tp_size=2 sp_size=4 sequence_parallelism_mode=ring_attn gpus_per_node=4 documents=2",
         "documents=3 tp_size=2 sequence_parallelism_mode=split_gather",
         "documents=3 sp_size=2 sequence_parallelism_mode=all_to_all pp_size=2 seq_length=15",
         "documents=2 sp_size=4 sequence_parallelism_mode=ring_attn seq_length=18",

@@ -31,7 +31,9 @@ def test_going_on_from_a_checkpoint_drops_the_steps_after_it(tmp_path: Path) -> 
     assert steps(path) == [1, 2]
 
 
-@pytest.mark.parametrize("torn", ['{"step": 3, "lo', '{"step": 3, "loss": 0.5}', "\0\0\0\0"])
+@pytest.mark.parametrize(
+    "torn", ['{"step": 3, "lo', '{"step": "3rd"}\n', '{"loss": 1}\n', '{"step": 3, "loss": 0.5}', "\0\0\0\0"]
+)
 def test_torn_last_line_is_dropped(tmp_path: Path, torn: str) -> None:
     path = tmp_path / "metrics.jsonl"
     write(path, 2)
