@@ -1,4 +1,4 @@
-"""Causal attention over a sequence that lies whole on this rank, through one named kernel."""
+"""Causal attention over a sequence that lies whole on this rank: flash-attn's kernel, else what SDPA takes."""
 
 from __future__ import annotations
 
@@ -8,24 +8,10 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.nn import functional
-from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from hpjob.runtime.sequence.backend_choice import choose_backend
-from hpjob.runtime.sequence.block_attention import AttentionBackend, MathBackend
-from hpjob.runtime.sequence.cuda_attention import (
-    CudaEfficientBackend,
-    CudaFlashBackend,
-    CudnnBackend,
-    FlashAttnPackageBackend,
-)
+from hpjob.runtime.sequence.cuda_attention import FlashAttnPackageBackend
 from hpjob.runtime.sequence.sequence_mask import sequence_mask
-
-_SDPA_BACKENDS: dict[type[AttentionBackend], Any] = {
-    CudaFlashBackend: SDPBackend.FLASH_ATTENTION,
-    CudnnBackend: SDPBackend.CUDNN_ATTENTION,
-    CudaEfficientBackend: SDPBackend.EFFICIENT_ATTENTION,
-    MathBackend: SDPBackend.MATH,
-}
 
 
 def local_attention(
@@ -37,7 +23,10 @@ def local_attention(
     document_ids: Tensor | None = None,
     sliding_window: int | None = None,
 ) -> Tensor:
-    """Causal attention, by the kernel that ``choose_backend`` names for these tensors.
+    """Causal attention by flash-attn where ``choose_backend`` names it, else by SDPA.
+
+    SDPA is left to choose by itself, which it does as ``choose_backend`` predicts: a context that names
+    its kernel made compiled layers up to a tenth slower, whatever it named.
 
     Args:
         q: Shape (batch, heads, sequence, head_dim).
@@ -57,19 +46,10 @@ def local_attention(
         heads_last = (tensor.transpose(1, 2) for tensor in (q, k, v))
         out: Tensor = flash_attn.flash_attn_func(*heads_last, softmax_scale=scale, causal=True)
         return out.transpose(1, 2)
-    grouped = q.shape[1] != k.shape[1]
-    if grouped and q.device.type == "cuda" and not backend.native_gqa:
-        k, v = (tensor.repeat_interleave(q.shape[1] // k.shape[1], dim=1) for tensor in (k, v))
-        grouped = False
     bias = None
     if mask is not None:
         position = torch.arange(q.shape[2], device=q.device)
         bias = mask.bias(position, position, q.dtype)
-    if q.device.type != "cuda":
-        return functional.scaled_dot_product_attention(
-            q, k, v, attn_mask=bias, is_causal=bias is None, scale=scale, enable_gqa=grouped
-        )
-    with sdpa_kernel(_SDPA_BACKENDS[type(backend)]):
-        return functional.scaled_dot_product_attention(
-            q, k, v, attn_mask=bias, is_causal=bias is None, scale=scale, enable_gqa=grouped
-        )
+    return functional.scaled_dot_product_attention(
+        q, k, v, attn_mask=bias, is_causal=bias is None, scale=scale, enable_gqa=q.shape[1] != k.shape[1]
+    )
