@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from hpjob.core.run_dir import RunDir
+from hpjob.core.run_records import read_json
 from tests.support.corpus import write_corpus
 from tests.support.runs import REPOSITORY
 from tests.support.slurm_sandbox import SlurmSandbox, processes_of, wait_for
@@ -43,6 +44,14 @@ def trained_in(run: RunDir, attempt: int) -> int:
     return sum(json.loads(line)["attempt"] == attempt for line in lines)
 
 
+def saved(run: RunDir, attempt: int) -> bool:
+    """Whether an attempt ended; a run that failed is told at once, not after all patience."""
+    end = read_json(run.attempt(attempt).end)
+    if end is not None and end["decision"] == "stop":
+        pytest.fail(f"attempt {attempt} ended: {end['reason']}\n{run.attempt(attempt).outcome.read_text()}")
+    return end is not None
+
+
 def weights(run: RunDir) -> dict[str, bytes]:
     return {path.name: path.read_bytes() for path in (run.checkpoint(STEPS) / "data").glob("*.distcp")}
 
@@ -51,10 +60,14 @@ def test_preempted_twice_or_never_gives_the_same_bits(slurm_sandbox: SlurmSandbo
     write_corpus(tmp_path / "corpus", num_tokens=100_000)
     run = submit(slurm_sandbox, tmp_path, "preempted")
     for attempt in (0, 1):
-        wait_for(lambda attempt=attempt: trained_in(run, attempt) >= 4, f"attempt {attempt} trains", PATIENCE_S)
+        wait_for(
+            lambda attempt=attempt: trained_in(run, attempt) >= 4 or saved(run, attempt),
+            f"attempt {attempt} trains",
+            PATIENCE_S,
+        )
         urgent = ("--partition=urgent", "--nodes=4", "--exclusive", "--output=/dev/null", "--wrap=sleep 1")
         slurm_sandbox.submit(*urgent)
-        wait_for(run.attempt(attempt).end.exists, f"attempt {attempt} saved", PATIENCE_S)
+        wait_for(lambda attempt=attempt: saved(run, attempt), f"attempt {attempt} saved", PATIENCE_S)
     wait_for(run.finished.exists, "the run is finished", PATIENCE_S)
     assert [trained_in(run, attempt) > 0 for attempt in range(4)] == [True, True, True, False]
     undisturbed = submit(slurm_sandbox, tmp_path, "undisturbed")
