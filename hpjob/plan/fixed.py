@@ -8,23 +8,18 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from hpjob.core.errors import UserInputError
+from hpjob.plan.layout import split_layers
 from hpjob.plan.model import MemoryEstimate, ParallelDegrees, Pipeline, Plan, RankPlace, TimeEstimate
 from hpjob.recipe.model import PipelineStyle, Recipe
 
 
-def split_layers(num_layers: int, num_stages: int) -> tuple[int, ...]:
-    """Split decoder layers over stages as evenly as possible, the larger shares first.
-
-    Raises:
-        UserInputError: There are more stages than layers.
-    """
+def _even_split(num_layers: int, num_stages: int) -> tuple[int, ...]:
     if num_layers < num_stages:
         raise UserInputError(
             f"{num_layers} decoder layers cannot fill {num_stages} pipeline stages",
             hint=f"use at most {num_layers} stages (pp_size * num_model_chunks)",
         )
-    base, extra = divmod(num_layers, num_stages)
-    return tuple(base + (stage < extra) for stage in range(num_stages))
+    return split_layers(num_layers, num_stages)
 
 
 def fixed_pipeline(
@@ -39,7 +34,7 @@ def fixed_pipeline(
 ) -> Pipeline:
     """Return the pipeline part of a plan; the layers are split evenly unless given."""
     stages = degrees.pp * num_model_chunks
-    split = tuple(layers_per_stage or split_layers(recipe.model.num_hidden_layers, stages))
+    split = tuple(layers_per_stage or _even_split(recipe.model.num_hidden_layers, stages))
     if len(split) != stages or sum(split) != recipe.model.num_hidden_layers:
         raise UserInputError(
             f"layers_per_stage {list(split)} does not split {recipe.model.num_hidden_layers} layers "

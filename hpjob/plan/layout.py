@@ -59,7 +59,7 @@ class Layout(NamedTuple):
 
 
 @lru_cache(maxsize=4096)
-def split_layers(num_layers: int, num_stages: int, style: PipelineStyle = "1f1b") -> tuple[int, ...]:
+def split_layers(num_layers: int, num_stages: int) -> tuple[int, ...]:
     """Spread layers over stages as evenly as possible, in model order.
 
     Stages that also hold the embedding or the head get one layer less when layers do not divide.

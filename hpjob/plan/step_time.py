@@ -97,7 +97,7 @@ class StepModel:
 
     def _price_stages(self, layout: Layout, gather: float) -> _Stages:
         s = self.shape
-        counts = split_layers(s.num_layers, layout.pp * layout.chunks, layout.style)
+        counts = split_layers(s.num_layers, layout.pp * layout.chunks)
         dense, routed = _split_dense(s, counts)
         plain = self.layers.layer(layout)
         f, i, w = plain.passes()
