@@ -167,9 +167,11 @@ def test_one_failing_rank_ends_the_job_and_is_named(start: Start, how: str, kind
     assert not processes_of(run.path)
 
 
-def test_slurms_own_warning_saves_before_the_time_limit(start: Start) -> None:
-    """The lead is longer than the limit, so the signal comes as soon as Slurm looks at the clock."""
-    run = start(steps=LONG, step_s=0.1, spec_changes={"time_limit_s": 300, "signal_lead_s": 600})
+def test_slurms_own_warning_saves_before_the_time_limit(start: Start, slurm: SlurmSandbox) -> None:
+    """The limit is lowered once the ranks train: from then on less than the lead is left, so Slurm signals at once."""
+    run = start(steps=LONG, step_s=0.1, spec_changes={"time_limit_s": 3600, "signal_lead_s": 600})
+    wait_until_training(run)
+    slurm.run("scontrol", "update", f"JobId={job_id(run)}", "TimeLimit=8")
     wait_for(run.attempt(0).end.exists, "the first attempt has ended", timeout=240)
     outcome = read_json(run.attempt(0).outcome)
     assert outcome is not None and outcome["reason"] == "signal SIGUSR2"
