@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 import torch.distributed as dist
@@ -85,6 +85,9 @@ class Engine:
         UserInputError: The runtime cannot run this plan; one line a reason.
     """
 
+    executor_class: ClassVar[type[PipelineExecutor]] = PipelineExecutor
+    transport_class: ClassVar[type[Transport]] = Transport
+
     def __init__(self, plan: Plan, recipe: Recipe, mesh: Mesh, device: torch.device) -> None:
         refuse_unsupported(plan, recipe)
         mesh = add_expert_mesh(mesh, plan) if recipe.model.num_experts else mesh
@@ -98,7 +101,7 @@ class Engine:
         stages = {number: self._build_stage(number) for number in self._schedule.stages_of(self._rank)}
         self.stages: list[DecoderStage] = [stage for stage, _, _ in stages.values()]
         """This rank's stages, in model order."""
-        self._executor = PipelineExecutor(self._schedule, self._rank, stages, self._transport())
+        self._executor = self.executor_class(self._schedule, self._rank, stages, self._transport())
         self._tied_group = _tied_group(self._schedule, mesh) if recipe.model.tie_word_embeddings else None
         self.loss_scale = LossScale(recipe.parallel.initial_scale) if plan.precision == "fp16" else None
         """Only in fp16."""
@@ -223,7 +226,7 @@ class Engine:
     def _transport(self) -> Transport:
         plan = self._plan
         shape = (plan.pipeline.microbatch_size, self._split.local_length, self._recipe.model.hidden_size)
-        return Transport(
+        return self.transport_class(
             self._schedule, self._mesh, shape=shape, dtype=COMPUTE_DTYPE[plan.precision], device=self._device
         )
 

@@ -94,6 +94,10 @@ class AdamW:
                 maximize=False,
             )
 
+    def moments(self) -> list[Tensor]:
+        """Return both moments of all parameters, as they lie here."""
+        return [*self._first.values(), *self._second.values()]
+
     def state_dict(self) -> dict[str, Any]:
         """Return the moments under ``optimizer.exp_avg.<name>`` and so on, cut like their parameters."""
         state: dict[str, Any] = {_STEP: torch.tensor(self.steps, dtype=torch.int64)}

@@ -1,0 +1,50 @@
+"""A process group of any size with one real member.
+
+torch's fake group answers every collective at once: a gather repeats this rank's part, a reduction adds nothing,
+messages carry nothing. Two kinds of traffic would then leave memory as it was found, which is often not a number;
+here they carry what this rank sends itself, so that kernels see values of a usual size.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+from unittest.mock import patch
+
+import torch.distributed as dist
+from torch import Tensor
+from torch.testing._internal.distributed.fake_pg import FakeStore
+
+
+@contextmanager
+def fake_world(rank: int, world_size: int) -> Iterator[None]:
+    """Be one rank of a world that has no others.
+
+    Args:
+        rank: To be.
+        world_size: Any.
+    """
+    dist.init_process_group("fake", rank=rank, world_size=world_size, store=FakeStore())
+    try:
+        with (
+            patch.object(dist, "all_to_all_single", _all_to_all),
+            patch.object(dist, "batch_isend_irecv", _exchange),
+        ):
+            yield
+    finally:
+        dist.destroy_process_group()
+
+
+def _all_to_all(output: Tensor, input: Tensor, *_: Any, group: Any = None, async_op: bool = False) -> None:
+    """Receive from every peer as much as is sent to it."""
+    output.copy_(input)
+
+
+def _exchange(operations: Sequence[Any]) -> list[Any]:
+    """Receive from a peer what is sent to another."""
+    sent = [operation.tensor for operation in operations if operation.op is dist.isend]
+    received = [operation.tensor for operation in operations if operation.op is not dist.isend]
+    for target, source in zip(received, sent, strict=True):
+        target.copy_(source)
+    return []
