@@ -28,7 +28,7 @@ Start = Callable[..., RunDir]
 @pytest.fixture
 def slurm(slurm_sandbox: SlurmSandbox, monkeypatch: pytest.MonkeyPatch) -> SlurmSandbox:
     """The sandbox, also for Slurm commands that this process calls."""
-    monkeypatch.setenv("SLURM_CONF", slurm_sandbox.env["SLURM_CONF"])
+    slurm_sandbox.use(monkeypatch)
     return slurm_sandbox
 
 

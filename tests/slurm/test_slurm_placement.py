@@ -24,7 +24,7 @@ LINE = re.compile(r"^rank (\d+) of 16 on (\S+) gpu (\d+): pp (\d) dp (\d) sp 0 t
 
 
 def finished_run(folder: Path, slurm: SlurmSandbox, monkeypatch: pytest.MonkeyPatch) -> RunDir:
-    monkeypatch.setenv("SLURM_CONF", slurm.env["SLURM_CONF"])
+    slurm.use(monkeypatch)
     prepared = make_run(
         folder,
         topology=cluster_topology("batch", 4),
