@@ -66,6 +66,11 @@ def pass_through(arguments: Sequence[str]) -> tuple[str, ...]:
     return tuple(options)
 
 
+def sbatch_knows(name: str) -> bool:
+    """Whether the installed sbatch has an option of this name."""
+    return name in _known_options()
+
+
 def _long_form(arguments: Sequence[str]) -> list[str]:
     options: list[str] = []
     takes_value = False

@@ -24,6 +24,7 @@ from hpjob.slurm.live import ExecutorName
 from hpjob.slurm.model import JobSpec
 from hpjob.slurm.options import pass_through
 from hpjob.slurm.render import render_script
+from hpjob.slurm.segment import wanted_segment
 from hpjob.slurm.site import Site, read_site
 from hpjob.slurm.submit_environment import override_warnings
 from hpjob.topology.load import load_machine, local_topology, machine_topology
@@ -154,6 +155,7 @@ def job_spec(
         nodes=plan.num_nodes,
         ranks_per_node=plan.gpus_per_node,
         gpus_per_node=0 if executor == "local" else _gpus_to_ask(topology, plan.gpus_per_node),
+        segment=wanted_segment(plan, topology, options) if executor == "slurm" and topology.source == "slurm" else None,
         cpus_per_rank=recipe.job.cpus_per_rank or _share_of_cpus(topology, plan.gpus_per_node),
         time_limit_s=recipe.job.time_limit,
         partition=recipe.job.partition,

@@ -159,7 +159,7 @@ def test_ranks_go_where_the_host_file_says_and_see_gpus(slurm_sandbox: SlurmSand
     hosts.write_text("\n".join(order) + "\n")
     show = 'echo "$SLURM_PROCID $SLURMD_NODENAME $CUDA_VISIBLE_DEVICES"'
     out = slurm_sandbox.run(
-        *("srun", "--nodes=4", "--ntasks=8", "--distribution=arbitrary", "--gpus-per-node=8", "bash", "-c", show),
+        *("srun", "--ntasks=8", "--distribution=arbitrary", "--gpus-per-node=8", "bash", "-c", show),
         env={"SLURM_HOSTFILE": str(hosts)},
     ).stdout
     assert sorted(out.splitlines()) == [f"{rank} {host} 0,1,2,3,4,5,6,7" for rank, host in enumerate(order)]
