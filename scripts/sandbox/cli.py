@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import re
 import sys
 import time
 from pathlib import Path
@@ -39,7 +40,11 @@ def _parser() -> argparse.ArgumentParser:
         help=f"state folder (default: {default_path()}, and with --release {default_path('RELEASE')})",
     )
     common.add_argument(
-        "--release", default="", metavar="NAME", help="Debian whose Slurm it is, such as trixie (default: this machine)"
+        "--release",
+        type=_release,
+        default="",
+        metavar="NAME",
+        help="Debian whose Slurm it is, such as trixie (default: this machine)",
     )
     parser = _Parser(
         prog="slurm-sandbox",
@@ -66,6 +71,12 @@ def _parser() -> argparse.ArgumentParser:
     add("start-node", "start one node's slurmd again").add_argument("node")
     add("restart-controller", "end slurmctld and start it again")
     return parser
+
+
+def _release(text: str) -> str:
+    if not re.fullmatch(r"[a-z]{1,30}", text):
+        raise argparse.ArgumentTypeError(f"{text!r} is no code name of a Debian such as trixie")
+    return text
 
 
 def _add_up_options(up: argparse.ArgumentParser) -> None:

@@ -33,6 +33,12 @@ def up(folder: Folder, options: Options, cache: Path) -> str:
     """
     options.check()
     programs = programs_of(options.release, cache)
+    if options.topology == "block" and programs.release_number() < (23, 11):
+        raise SandboxError(
+            f"Slurm {programs.version()} has no block topology",
+            hint="add --release trixie for a newer Slurm, or use --topology tree",
+            exit_code=USER_INPUT,
+        )
     with folder.locked():
         saved = folder.load()
         alive = [process for process in find(folder) if process.kind in ("slurmctld", "slurmd")]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from dataclasses import dataclass, fields
 from itertools import pairwise
 from typing import Any
@@ -53,8 +52,6 @@ class Options:
         if not 1 <= self.cpus <= 1024:
             problems.append(f"--cpus is {self.cpus}, it can be 1 to 1024")
         problems += self._wrong_leafs()
-        if not re.fullmatch(r"[a-z]*", self.release):
-            problems.append(f"--release is {self.release!r}, it is a code name of Debian such as trixie")
         if not 0 <= self.grace <= 65533:
             problems.append(f"--grace is {self.grace}, it can be 0 to 65533 seconds")
         if not 0 <= self.kill_wait <= 65533:

@@ -212,6 +212,11 @@ def test_extra_lines_replace_built_in_ones(new_sandbox: SlurmSandbox) -> None:
         (["--nodes", "0", "--gpus", "-1"], ["--nodes is 0", "--gpus is -1", "hint: "]),
         (["--nodes", "2", "--leafs", "3"], ["--leafs is 3, it can be 1 to 2", "hint: "]),
         (["--conf", "nonsense"], ["--conf 'nonsense' is not KEY=VALUE", "hint: "]),
+        (
+            ["--nodes", "3", "--leafs", "2", "--topology", "block"],
+            ["does not share 3 nodes into equal blocks", "hint: "],
+        ),
+        (["--release", "../x"], ["no code name of a Debian", "hint: "]),
         (["--preempt-mode", "kill"], ["invalid choice: 'kill'", "hint: "]),
         (["--node", "3"], ["unrecognized arguments: --node 3", "hint: "]),
         (["--conf", "SelectType=select/none_such"], ["select/none_such", "hint: "]),

@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 
 from hpjob.core.errors import EnvironmentProblemError, UserInputError
+from hpjob.topology.model import Block
 from hpjob.topology.slurm import cluster_topology, parse_sinfo, parse_topology
 
 _SINFO = """\
@@ -104,7 +105,7 @@ AggregatedBlock=r[3-4] BlockIndex=5 Nodes=a[03-05,08] BlockSize=4
 def test_blocks_and_aggregated_blocks_are_apart() -> None:
     fabric = parse_topology(_BLOCKS)
     assert fabric.switches == ()
-    assert [(block.name, block.nodes) for block in fabric.blocks][0] == ("r1", ("a01", "a06"))
+    assert fabric.blocks[0] == Block(name="r1", nodes=("a01", "a06"))
     assert [(block.name, block.nodes) for block in fabric.aggregated_blocks] == [
         ("r[1-2]", ("a01", "a02", "a06", "a07")),
         ("r[3-4]", ("a03", "a04", "a05", "a08")),
