@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from hpjob.plan.model import ParallelDegrees, Plan
-from hpjob.slurm.options import sbatch_knows
+from hpjob.slurm.options import sbatch_takes
 from hpjob.topology.model import Topology
 
 
@@ -25,7 +25,7 @@ def wanted_segment(plan: Plan, topology: Topology, options: Iterable[str] = ()) 
     if any(option.startswith("--segment=") for option in options):
         return None
     size = segment_nodes(plan.degrees, plan.gpus_per_node, topology)
-    return size if size is not None and sbatch_knows("segment") else None
+    return size if size is not None and sbatch_takes(f"--segment={size}") else None
 
 
 def segment_nodes(degrees: ParallelDegrees, gpus_per_node: int, topology: Topology) -> int | None:

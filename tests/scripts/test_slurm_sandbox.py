@@ -55,10 +55,12 @@ def test_down_ends_jobs_but_not_the_users_shell(new_sandbox: SlurmSandbox, tmp_p
     new_sandbox.submit("--nodes=2", f"--output={tmp_path}/out", f"--wrap=srun bash -c '{step}'")
     new_sandbox.wait_for(lambda: pids.exists() and len(pids.read_text().split()) == 4, "four processes of the job")
     with subprocess.Popen(["sleep", "1003"], env=new_sandbox.env) as shell:
-        new_sandbox.control("down")
-        assert shell.poll() is None
-        assert set(processes_of(new_sandbox.path)) == {shell.pid}
-        shell.kill()
+        try:
+            new_sandbox.control("down")
+            assert shell.poll() is None
+            assert set(processes_of(new_sandbox.path)) == {shell.pid}
+        finally:
+            shell.kill()
     for pid in pids.read_text().split():
         stat = Path(f"/proc/{pid}/stat")
         assert not stat.exists() or stat.read_text().rpartition(")")[2].split()[0] == "Z"

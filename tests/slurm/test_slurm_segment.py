@@ -64,6 +64,7 @@ def test_asked_only_where_sbatch_knows_it_and_nobody_said_otherwise(fake_slurm: 
     plan = make_plan(load_recipe("llama3-8b", overrides), topology)
     assert plan.num_nodes == 4
     assert wanted_segment(plan, topology) is None
-    fake_slurm.answer("sbatch --help", "      --segment=size     segment size\n")
+    # sbatch 24.11 takes it, though its help does not list it.
+    fake_slurm.answer("sbatch --segment=2 --version", "slurm-wlm 24.11.5\n")
     assert wanted_segment(plan, topology) == 2
     assert wanted_segment(plan, topology, ["--constraint=x", "--segment=1"]) is None
