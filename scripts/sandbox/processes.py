@@ -1,8 +1,8 @@
 """Finds and ends the processes of one sandbox, and only those.
 
 Nothing is trusted that could be stale: a daemon is recognised by its own command line, which names a file of the
-state folder, a step daemon by the log that it writes, and a job's process by the environment that it was given. A person's shell after
-``eval "$(slurm-sandbox env)"`` has SLURM_CONF too, but no SLURMD_NODENAME, so it is left alone.
+state folder, a step daemon by the log that it writes, and a job's process by the environment that it was given. A
+person's shell after ``eval "$(slurm-sandbox env)"`` has SLURM_CONF too, but no SLURMD_NODENAME, so it is left alone.
 """
 
 from __future__ import annotations
