@@ -74,7 +74,7 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _release(text: str) -> str:
-    if not re.fullmatch(r"[a-z]{1,30}", text):
+    if not re.fullmatch(r"[a-z]{0,30}", text):
         raise argparse.ArgumentTypeError(f"{text!r} is no code name of a Debian such as trixie")
     return text
 
