@@ -90,6 +90,11 @@ def prepare(request: Request) -> Prepared:
     notes += check_job(spec, plan, site)
     if executor == "slurm":
         notes += override_warnings(os.environ)
+    if spec.segment:
+        notes.append(
+            f"asks for nodes in groups of {spec.segment} that share a block, as pipeline and tensor groups want; "
+            "`-- --segment=1` would let Slurm scatter them"
+        )
     return Prepared(
         run=run,
         executor=executor,
