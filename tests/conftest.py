@@ -16,9 +16,30 @@ from tests.support.slurm_sandbox import SlurmSandbox
 SLURM_PREFIXES = ("SLURM", "SBATCH_", "SALLOC_", "SRUN_", "SQUEUE_", "SINFO_", "SCANCEL_")
 
 
+NEW_RELEASE = "trixie"
+"""Debian 13: Slurm 24.11."""
+
 # A busy machine makes no property false.
 settings.register_profile("untimed", deadline=None)
 settings.load_profile("untimed")
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption(
+        "--slurm-release",
+        metavar="NAME",
+        help="run all tests on a real Slurm with that of this Debian, such as trixie, instead of this machine's own",
+    )
+
+
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    """Run tests on a real Slurm with the one asked for; those marked ``slurm_releases`` with an old and a new one."""
+    if "slurm_release" not in metafunc.fixturenames:
+        return
+    asked = metafunc.config.getoption("--slurm-release")
+    several = metafunc.definition.get_closest_marker("slurm_releases") is not None
+    releases = [asked] if asked is not None else ["", NEW_RELEASE] if several else [""]
+    metafunc.parametrize("slurm_release", releases, ids=[name or "own" for name in releases], scope="session")
 
 
 def pytest_configure() -> None:
@@ -36,30 +57,27 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 @pytest.fixture
-def new_sandbox() -> Iterator[SlurmSandbox]:
+def new_sandbox(slurm_release: str) -> Iterator[SlurmSandbox]:
     """A sandbox of one test that is not started yet; ended and deleted afterwards."""
     # Sockets lie below, whose paths may have 107 bytes, so pytest's own nested folders are too deep.
     path = Path(tempfile.mkdtemp(prefix="hpjob-"))
-    sandbox = SlurmSandbox(path / "s")
+    sandbox = SlurmSandbox(path / "s", slurm_release)
     yield sandbox
     sandbox.control("down", check=False)
     shutil.rmtree(path)
 
 
 @pytest.fixture(scope="session")
-def slurm_sandbox() -> Iterator[SlurmSandbox]:
+def slurm_sandbox(slurm_release: str) -> Iterator[SlurmSandbox]:
     """The sandbox that tests marked ``slurm`` share: 4 nodes of 8 GPUs under two leaf switches."""
     path = Path(tempfile.mkdtemp(prefix="hpjob-"))
-    sandbox = SlurmSandbox(path / "s")
-    started = sandbox.control("up", check=False)
-    if started.returncode != 0:
+    sandbox = SlurmSandbox(path / "s", slurm_release)
+    try:
+        sandbox.start()
+        yield sandbox
+        sandbox.control("down")
+    finally:
         shutil.rmtree(path)
-        if "is not installed" in started.stderr:
-            pytest.skip(f"no Slurm on this machine: {started.stderr.splitlines()[0]}")
-        pytest.fail(started.stderr)
-    yield sandbox
-    sandbox.control("down")
-    shutil.rmtree(path)
 
 
 @pytest.fixture(scope="session")

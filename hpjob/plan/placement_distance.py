@@ -37,6 +37,8 @@ class NodeDistances:
         switches = topology.switches or ()
         leaves = _leaves(switches)
         self._heights = _heights(switches)
+        self._above = _above_blocks(topology)
+        self._has_aggregated = bool(topology.aggregated_blocks)
         self._nothing_known = not block and not leaves
         keys: dict[tuple[str | None, str | None, frozenset[str]], int] = {}
         self.unit: list[int] = []
@@ -63,7 +65,13 @@ class NodeDistances:
         return found
 
     def parents(self, unit: int) -> tuple[str, ...]:
-        """Return the switches right above a unit's leaves; units that share them are neighbours."""
+        """Return what is right above a unit: switches over its leaves, or the smallest larger block.
+
+        Units that share it are neighbours.
+        """
+        block = self._keys[unit][1]
+        if block is not None and self._above.get(block):
+            return (self._above[block][0],)
         above = {
             name for leaf in self._keys[unit][2] for name, hops in self._heights.get(leaf, {}).items() if hops == 1
         }
@@ -76,7 +84,8 @@ class NodeDistances:
         if self._nothing_known or (block_a is not None and block_a == block_b) or leaves_a & leaves_b:
             return Level.NODE
         if block_a is not None and block_b is not None and not leaves_a and not leaves_b:
-            return Level.LEAF
+            near = set(self._above.get(block_a, ())[:1]) & set(self._above.get(block_b, ())[:1])
+            return Level.LEAF if near or not self._has_aggregated else Level.SPINE
         hops = min((self._hops(x, y) for x in leaves_a for y in leaves_b), default=2)
         return Level.LEAF if hops == 1 else Level.SPINE
 
@@ -93,6 +102,16 @@ def _domains(topology: Topology) -> dict[str, str]:
     if not found and machine is not None and machine.island_size > machine.gpus_per_node:
         # The blocks of a machine whose NVLink spans nodes are its NVLink domains.
         found = {name: block.name for block in topology.blocks or () for name in block.nodes}
+    return found
+
+
+def _above_blocks(topology: Topology) -> dict[str, list[str]]:
+    """Base block -> aggregated blocks that hold it, the smallest first."""
+    found: dict[str, list[str]] = {}
+    block_of = {name: block.name for block in topology.blocks or () for name in block.nodes}
+    for above in sorted(topology.aggregated_blocks or (), key=lambda block: len(block.nodes)):
+        for block in dict.fromkeys(block_of[name] for name in above.nodes if name in block_of):
+            found.setdefault(block, []).append(above.name)
     return found
 
 

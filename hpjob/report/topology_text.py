@@ -28,6 +28,7 @@ def topology_tree(topology: Topology) -> str:
         if not switches:
             lines.extend(_nodes(known, "  "))
             placed.update(members)
+    lines.extend(f"larger block {block.name}: {len(block.nodes)} nodes" for block in topology.aggregated_blocks or ())
     lines.extend(f"NVLink domain {domain.name}: {hostlist.fold(domain.nodes)}" for domain in topology.domains or ())
     lines.extend(_nodes([node for node in nodes.values() if node.name not in placed], ""))
     return "\n".join(lines)

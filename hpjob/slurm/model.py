@@ -25,6 +25,8 @@ class JobSpec(Persisted):
     gpus_per_node: Annotated[int, Field(ge=0)]
     """GPUs asked from Slurm per node; 0 renders no GPU request."""
     cpus_per_rank: PositiveInt | None = None
+    segment: PositiveInt | None = None
+    """Nodes that have to lie in one block of Slurm's block topology; None = not asked."""
     time_limit_s: PositiveInt | None = None
     partition: str | None = None
     account: str | None = None

@@ -66,6 +66,15 @@ def pass_through(arguments: Sequence[str]) -> tuple[str, ...]:
     return tuple(options)
 
 
+def sbatch_takes(option: str) -> bool:
+    """Whether the installed sbatch takes an option, such as ``--segment=2``; nothing is submitted.
+
+    Its help does not list all: Slurm 24.11 knows ``--segment`` and is silent about it.
+    """
+    result = run_command(["sbatch", option, "--version"])
+    return result.ok and result.stdout.startswith("slurm")
+
+
 def _long_form(arguments: Sequence[str]) -> list[str]:
     options: list[str] = []
     takes_value = False
@@ -95,7 +104,8 @@ def _check(option: str, known: frozenset[str]) -> None:
         raise UserInputError(f"sbatch option --{name} cannot be passed through", hint=PROTECTED[name])
     if name in {"gres", "tres-per-task"} and "gpu" in value:
         raise UserInputError(f"sbatch option --{name} cannot ask for GPUs", hint=PROTECTED["gpus-per-node"])
-    if known and name not in known:
+    is_cut = any(other.startswith(name) for other in (*known, *PROTECTED))
+    if known and name not in known and (is_cut or not sbatch_takes(option)):
         guess = nearest(name, known - set(PROTECTED))
         raise UserInputError(
             f"this sbatch knows no option --{name}",

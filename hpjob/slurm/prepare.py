@@ -24,6 +24,7 @@ from hpjob.slurm.live import ExecutorName
 from hpjob.slurm.model import JobSpec
 from hpjob.slurm.options import pass_through
 from hpjob.slurm.render import render_script
+from hpjob.slurm.segment import wanted_segment
 from hpjob.slurm.site import Site, read_site
 from hpjob.slurm.submit_environment import override_warnings
 from hpjob.topology.load import load_machine, local_topology, machine_topology
@@ -89,6 +90,11 @@ def prepare(request: Request) -> Prepared:
     notes += check_job(spec, plan, site)
     if executor == "slurm":
         notes += override_warnings(os.environ)
+    if spec.segment:
+        notes.append(
+            f"asks for nodes in groups of {spec.segment} that share a block, as pipeline and tensor groups want; "
+            "`-- --segment=1` would let Slurm scatter them"
+        )
     return Prepared(
         run=run,
         executor=executor,
@@ -154,6 +160,7 @@ def job_spec(
         nodes=plan.num_nodes,
         ranks_per_node=plan.gpus_per_node,
         gpus_per_node=0 if executor == "local" else _gpus_to_ask(topology, plan.gpus_per_node),
+        segment=wanted_segment(plan, topology, options) if executor == "slurm" and topology.source == "slurm" else None,
         cpus_per_rank=recipe.job.cpus_per_rank or _share_of_cpus(topology, plan.gpus_per_node),
         time_limit_s=recipe.job.time_limit,
         partition=recipe.job.partition,

@@ -19,6 +19,7 @@ from hpjob.slurm.attempt_begin import read_plan
 from hpjob.slurm.lead import expected_save_s, measured_save_s, measured_step_s, signal_lead_s
 from hpjob.slurm.live import ExecutorName, live_submissions, read_submissions
 from hpjob.slurm.model import JobSpec
+from hpjob.slurm.options import sbatch_takes
 from hpjob.slurm.prepare import Prepared, check_job, choose_executor, job_spec
 from hpjob.slurm.render import render_script
 from hpjob.slurm.submit_environment import override_warnings
@@ -61,6 +62,8 @@ def prepare_resume(run: RunDir, *, nodes: int | None, executor: str) -> Resumpti
         changes = _differences(old, plan)
         spec = job_spec(run, recipe, topology, plan, executor=chosen, options=spec.extra_options)
     spec = _with_measured_lead(run, spec, plan)
+    if spec.segment and not sbatch_takes(f"--segment={spec.segment}"):
+        spec = spec.model_copy(update={"segment": None})  # the run moved to a cluster with an older Slurm
     notes += check_job(spec, plan, site)
     notes += override_warnings(os.environ) if chosen == "slurm" else []
     prepared = Prepared(

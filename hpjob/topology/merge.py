@@ -40,10 +40,10 @@ def merge(topologies: Sequence[Topology], *, node_name: str | None = None) -> To
         for fact, source in part.sources.items():
             sources.setdefault(fact, source)
     update: dict[str, Any] = {"nodes": tuple(nodes.values()), "sources": sources}
-    for field in ("machine", "switches", "blocks", "domains"):
+    for field in ("machine", "switches", "blocks", "aggregated_blocks", "domains"):
         stated = [(part.source, getattr(part, field)) for part in parts if getattr(part, field) is not None]
         update[field] = stated[0][1] if stated else None
-        for source, other in stated[1:]:
+        for source, other in stated[1:] if field != "aggregated_blocks" else ():
             notes.extend(_compare_groups(field, stated[0], (source, other)))
     update["source"] = " + ".join(dict.fromkeys(part.source for part in parts))
     update["notes"] = tuple(dict.fromkeys(notes))

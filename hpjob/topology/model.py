@@ -152,6 +152,9 @@ class Topology(Persisted):
     switches: tuple[Switch, ...] | None = None
     """None = not seen."""
     blocks: tuple[Block, ...] | None = None
+    """Base blocks; a node is in one at most."""
+    aggregated_blocks: tuple[Block, ...] | None = None
+    """Blocks of neighbouring base blocks, of each of Slurm's larger ``BlockSizes``; None = not seen."""
     domains: tuple[NvlinkDomain, ...] | None = None
     """NVLink domains across nodes; None = not seen, an empty tuple = known to have none."""
     source: str

@@ -10,6 +10,7 @@ import os
 import re
 import shutil
 import subprocess
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -81,10 +82,43 @@ def parse_sinfo(text: str) -> list[SlurmNode]:
     return nodes
 
 
-def parse_topology(text: str) -> tuple[tuple[Switch, ...], tuple[Block, ...]]:
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Fabric:
+    """What links the nodes."""
+
+    switches: tuple[Switch, ...] = ()
+    blocks: tuple[Block, ...] = ()
+    aggregated_blocks: tuple[Block, ...] = ()
+
+    def packed(self, names: Sequence[str]) -> list[str]:
+        """Return names leaf by leaf or block by block, the largest first; neighbours in a larger block follow."""
+        groups = [leaf.nodes for leaf in self.switches if leaf.level == 0] or [block.nodes for block in self.blocks]
+        group_of = {member: index for index, group in enumerate(groups) for member in group}
+        above = sorted(self.aggregated_blocks, key=lambda block: len(block.nodes), reverse=True)
+        levels = [
+            {member: block.name for block in above if len(block.nodes) == size for member in block.nodes}
+            for size in dict.fromkeys(len(block.nodes) for block in above)
+        ]
+        paths = {name: (*(level.get(name, "") for level in levels), group_of.get(name, -1)) for name in names}
+        sizes: Counter[tuple[object, ...]] = Counter()
+        first: dict[tuple[object, ...], int] = {}
+        for place, path in enumerate(paths.values()):
+            for length in range(1, len(path) + 1):
+                sizes[path[:length]] += 1
+                first.setdefault(path[:length], place)
+
+        def order(name: str) -> list[tuple[int, int]]:
+            path = paths[name]
+            return [(-sizes[path[:n]], first[path[:n]]) for n in range(1, len(path) + 1)]
+
+        return sorted(names, key=order)
+
+
+def parse_topology(text: str) -> Fabric:
     """Read ``scontrol show topology`` of a tree or of blocks; several records may share a line."""
     switches: list[Switch] = []
     blocks: list[Block] = []
+    aggregated: list[Block] = []
     for record in re.split(r"(?=\b(?:SwitchName|BlockName|AggregatedBlock)=)", text):
         fields = dict(_FIELD.findall(record))
         nodes = tuple(hostlist.expand(fields["Nodes"])) if fields.get("Nodes") else ()
@@ -94,7 +128,9 @@ def parse_topology(text: str) -> tuple[tuple[Switch, ...], tuple[Block, ...]]:
             switches.append(Switch(name=fields["SwitchName"], level=level, nodes=nodes, switches=children))
         elif "BlockName" in fields:
             blocks.append(Block(name=fields["BlockName"], nodes=nodes))
-    return tuple(switches), tuple(blocks)
+        elif "AggregatedBlock" in fields:
+            aggregated.append(Block(name=fields["AggregatedBlock"], nodes=nodes))
+    return Fabric(switches=tuple(switches), blocks=tuple(blocks), aggregated_blocks=tuple(aggregated))
 
 
 def cluster_topology(partition: str | None, num_nodes: int, nodelist: Sequence[str] | None = None) -> Topology:
@@ -111,7 +147,7 @@ def cluster_topology(partition: str | None, num_nodes: int, nodelist: Sequence[s
     """
     wanted = ["--nodes=" + ",".join(nodelist)] if nodelist else [f"--partition={partition}"] if partition else []
     found = parse_sinfo(_ask("sinfo", "--Node", "--noheader", "--format=%N|%P|%t|%c|%m|%G", *wanted))
-    switches, blocks, notes = _fabric()
+    fabric, notes = _fabric()
     if nodelist:
         by_name = {node.name: node for node in found}
         missing = [name for name in nodelist if name not in by_name]
@@ -121,17 +157,13 @@ def cluster_topology(partition: str | None, num_nodes: int, nodelist: Sequence[s
             )
         chosen = [by_name[name] for name in nodelist]
     else:
-        chosen, more = _choose(found, partition, num_nodes, switches, blocks)
+        chosen, more = _choose(found, partition, num_nodes, fabric)
         notes += more
-    return _topology(chosen, switches, blocks, notes)
+    return _topology(chosen, fabric, notes)
 
 
 def _choose(
-    found: list[SlurmNode],
-    partition: str | None,
-    num_nodes: int,
-    switches: tuple[Switch, ...],
-    blocks: tuple[Block, ...],
+    found: list[SlurmNode], partition: str | None, num_nodes: int, fabric: Fabric
 ) -> tuple[list[SlurmNode], tuple[str, ...]]:
     if partition is None:
         default = [node for node in found if node.partition.endswith("*")]
@@ -156,13 +188,8 @@ def _choose(
     fitting = [nodes for nodes in kinds.values() if len(nodes) >= num_nodes]
     best = max(fitting, key=lambda nodes: (nodes[0].num_gpus, len(nodes)))
     notes = () if len(kinds) == 1 else (f"partition {name} mixes kinds of nodes; planned for {_kind(best[0])}",)
-    groups = [leaf.nodes for leaf in switches if leaf.level == 0] or [block.nodes for block in blocks]
-    sizes = {member: index for index, group in enumerate(groups) for member in group}
-    per_group: dict[int, list[SlurmNode]] = {}
-    for node in best:
-        per_group.setdefault(sizes.get(node.name, -1), []).append(node)
-    packed = [node for group in sorted(per_group.values(), key=len, reverse=True) for node in group]
-    return packed[:num_nodes], notes
+    by_name = {node.name: node for node in best}
+    return [by_name[node] for node in fabric.packed(list(by_name))[:num_nodes]], notes
 
 
 def _kind(node: SlurmNode) -> str:
@@ -177,19 +204,17 @@ def _unknown_partition(partition: str | None) -> UserInputError:
     return UserInputError(message, hint=f"{asked}partitions are {', '.join(names) or 'none'}")
 
 
-def _fabric() -> tuple[tuple[Switch, ...], tuple[Block, ...], tuple[str, ...]]:
+def _fabric() -> tuple[Fabric, tuple[str, ...]]:
     try:
-        switches, blocks = parse_topology(_ask("scontrol", "show", "topology"))
+        fabric = parse_topology(_ask("scontrol", "show", "topology"))
     except EnvironmentProblemError as error:
-        return (), (), (f"switches are not known: {error.message}",)
-    if not switches and not blocks:
-        return (), (), ("switches are not known: Slurm has no topology configured",)
-    return switches, blocks, ()
+        return Fabric(), (f"switches are not known: {error.message}",)
+    if not fabric.switches and not fabric.blocks:
+        return fabric, ("switches are not known: Slurm has no topology configured",)
+    return fabric, ()
 
 
-def _topology(
-    chosen: list[SlurmNode], switches: tuple[Switch, ...], blocks: tuple[Block, ...], notes: tuple[str, ...]
-) -> Topology:
+def _topology(chosen: list[SlurmNode], fabric: Fabric, notes: tuple[str, ...]) -> Topology:
     first = chosen[0]
     name, why = machine_for(first.gpu_type, first.num_gpus)
     machine = load_machine(name) if name else None
@@ -215,8 +240,9 @@ def _topology(
     return Topology(
         nodes=tuple(nodes),
         machine=machine,
-        switches=switches or None,
-        blocks=blocks or None,
+        switches=fabric.switches or None,
+        blocks=fabric.blocks or None,
+        aggregated_blocks=fabric.aggregated_blocks or None,
         source="slurm",
         notes=(*notes, *why),
     )

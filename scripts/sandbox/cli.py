@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import re
 import sys
 import time
 from pathlib import Path
@@ -12,14 +13,16 @@ from pathlib import Path
 from sandbox import cluster
 from sandbox.errors import ENVIRONMENT, INTERRUPTED, SandboxError
 from sandbox.folder import Folder, default_path
-from sandbox.options import PREEMPT_MODES, Options
-from sandbox.packages import install_missing
+from sandbox.options import PREEMPT_MODES, TOPOLOGIES, Options
+from sandbox.release import default_cache, programs_of
 from sandbox.status import describe, render
 
 EPILOG = """\
 exit codes: 0 done, 2 wrong options, 3 something is missing or no sandbox runs, 130 interrupted
 
   eval "$(scripts/slurm-sandbox env)"    then sinfo, sbatch, squeue and hpjob use the sandbox
+
+With --release, a command is about the sandbox of that release; it runs beside this machine's own.
 """
 
 
@@ -31,7 +34,17 @@ class _Parser(argparse.ArgumentParser):
 def _parser() -> argparse.ArgumentParser:
     common = _Parser(add_help=False, allow_abbrev=False)
     common.add_argument(
-        "--state-dir", type=Path, default=default_path(), metavar="DIR", help="state folder (default: %(default)s)"
+        "--state-dir",
+        type=Path,
+        metavar="DIR",
+        help=f"state folder (default: {default_path()}, and with --release {default_path('RELEASE')})",
+    )
+    common.add_argument(
+        "--release",
+        type=_release,
+        default="",
+        metavar="NAME",
+        help="Debian whose Slurm it is, such as trixie (default: this machine)",
     )
     parser = _Parser(
         prog="slurm-sandbox",
@@ -44,8 +57,11 @@ def _parser() -> argparse.ArgumentParser:
     def add(name: str, text: str) -> argparse.ArgumentParser:
         return commands.add_parser(name, help=text, description=text, parents=[common], allow_abbrev=False)
 
-    _add_up_options(add("up", "start it, or repair the one that runs"))
-    commands.add_parser("install", help="install Slurm's packages when missing", description="Needs root and apt-get.")
+    up = add("up", "start it, or repair the one that runs")
+    _add_up_options(up)
+    _add_cache_option(up)
+    install = add("install", "install Slurm's packages when missing (needs root), or fetch those of --release")
+    _add_cache_option(install)
     add("down", "end it with all its jobs and delete its folder")
     add("status", "say what runs").add_argument("--json", action="store_true", help="one JSON document")
     add("env", "print shell lines that point Slurm's commands at it")
@@ -57,6 +73,12 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
+def _release(text: str) -> str:
+    if not re.fullmatch(r"[a-z]{0,30}", text):
+        raise argparse.ArgumentTypeError(f"{text!r} is no code name of a Debian such as trixie")
+    return text
+
+
 def _add_up_options(up: argparse.ArgumentParser) -> None:
     """Add the options of ``up``; they are the fields of :class:`Options`."""
     default = Options()
@@ -64,7 +86,8 @@ def _add_up_options(up: argparse.ArgumentParser) -> None:
     up.add_argument("--gpus", type=int, default=default.gpus, metavar="G", help="GPUs a node (default: %(default)s)")
     up.add_argument("--gpu-type", default=default.gpu_type, metavar="TYPE", help="(default: %(default)s)")
     up.add_argument("--cpus", type=int, default=default.cpus, metavar="C", help="CPUs a node (default: %(default)s)")
-    up.add_argument("--leafs", type=int, metavar="L", help="leaf switches (default: 2, or 1 for one node)")
+    up.add_argument("--leafs", type=int, metavar="L", help="leaf switches or blocks (default: 2, or 1 for one node)")
+    up.add_argument("--topology", choices=TOPOLOGIES, default=default.topology, help="(default: %(default)s)")
     up.add_argument(
         "--grace", type=int, default=default.grace, metavar="SECONDS", help="GraceTime of batch (default: %(default)s)"
     )
@@ -79,6 +102,16 @@ def _add_up_options(up: argparse.ArgumentParser) -> None:
     )
 
 
+def _add_cache_option(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--root-cache",
+        type=Path,
+        default=default_cache(),
+        metavar="DIR",
+        help="where the Slurm of another --release is unpacked and kept (default: %(default)s)",
+    )
+
+
 def _options(arguments: argparse.Namespace) -> Options:
     leafs = arguments.leafs if arguments.leafs is not None else min(Options().leafs, max(arguments.nodes, 1))
     return Options(
@@ -87,6 +120,8 @@ def _options(arguments: argparse.Namespace) -> Options:
         gpu_type=arguments.gpu_type,
         cpus=arguments.cpus,
         leafs=leafs,
+        topology=arguments.topology,
+        release=arguments.release,
         grace=arguments.grace,
         preempt_mode=arguments.preempt_mode,
         kill_wait=arguments.kill_wait,
@@ -96,15 +131,17 @@ def _options(arguments: argparse.Namespace) -> Options:
 
 def _run(arguments: argparse.Namespace) -> int:
     if arguments.command == "install":
-        install_missing()
+        programs_of(arguments.release, _cache(arguments))
         return 0
-    folder = Folder(arguments.state_dir.expanduser().absolute())
+    default = default_path(arguments.release)
+    folder = Folder((arguments.state_dir or default).expanduser().absolute())
     match arguments.command:
         case "up":
             begun = time.monotonic()
-            done = cluster.up(folder, _options(arguments))
+            done = cluster.up(folder, _options(arguments), _cache(arguments))
             print(f"{done} in {time.monotonic() - begun:.1f} s\n{render(describe(folder))}")
-            own = "" if folder.path == default_path() else f" --state-dir {folder.path}"
+            own = f" --release {arguments.release}" if arguments.release else ""
+            own = own if folder.path == default else f" --state-dir {folder.path}"
             print(f'\neval "$({sys.argv[0]} env{own})"    points Slurm\'s commands at it')
         case "down":
             print(f"ended the sandbox in {folder.path}" if cluster.down(folder) else f"none runs in {folder.path}")
@@ -121,6 +158,11 @@ def _run(arguments: argparse.Namespace) -> int:
         case "restart-controller":
             cluster.restart_controller(folder)
     return 0
+
+
+def _cache(arguments: argparse.Namespace) -> Path:
+    cache: Path = arguments.root_cache.expanduser().absolute()
+    return cache
 
 
 def main() -> int:

@@ -8,31 +8,42 @@ import signal
 import subprocess
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
+from pathlib import Path
 
 from sandbox import daemons
 from sandbox.errors import USER_INPUT, SandboxError
 from sandbox.folder import Folder, Saved
 from sandbox.options import Options
-from sandbox.packages import install_missing
+from sandbox.packages import Programs
 from sandbox.processes import Process, end, find
+from sandbox.release import programs_of
 
 START_SECONDS = 60.0
 ATTEMPTS = 3
 
 
-def up(folder: Folder, options: Options) -> str:
+def up(folder: Folder, options: Options, cache: Path) -> str:
     """Start a sandbox, or repair the one that runs; returns what was done.
+
+    Args:
+        cache: Folder for the programs of another release.
 
     Raises:
         SandboxError: Wrong options, missing packages, other options than the running sandbox's, or no start.
     """
     options.check()
-    install_missing()
+    programs = programs_of(options.release, cache)
+    if options.topology == "block" and programs.release_number() < (23, 11):
+        raise SandboxError(
+            f"Slurm {programs.version()} has no block topology",
+            hint="add --release trixie for a newer Slurm, or use --topology tree",
+            exit_code=USER_INPUT,
+        )
     with folder.locked():
         saved = folder.load()
         alive = [process for process in find(folder) if process.kind in ("slurmctld", "slurmd")]
         if saved is None or not alive:
-            _start_fresh(folder, options)
+            _start_fresh(folder, options, programs)
             return "started"
         if differences := saved.options.differences(options):
             raise SandboxError(
@@ -43,12 +54,12 @@ def up(folder: Folder, options: Options) -> str:
         return "repaired" if _start_missing(folder, saved) else "already running"
 
 
-def _start_fresh(folder: Folder, options: Options) -> None:
+def _start_fresh(folder: Folder, options: Options, programs: Programs) -> None:
     for attempt in range(1, ATTEMPTS + 1):
         _end_all(folder)
         folder.clear()
         try:
-            saved = daemons.choose_ports(options)
+            saved = daemons.choose_ports(options, programs)
             daemons.write_files(folder, saved)
             _start_missing(folder, saved)
             return
@@ -165,6 +176,8 @@ def _running(folder: Folder, node: str = "") -> Iterator[Saved]:
 
 def exports(folder: Folder) -> list[str]:
     """Return shell lines that point Slurm's commands at the sandbox."""
-    with _running(folder):
+    with _running(folder) as saved:
         stale = sorted(key for key in os.environ if key in ("SLURM_JOB_ID", "SLURM_JOBID", "SLURM_HOSTFILE"))
-        return [f"export SLURM_CONF={folder.slurm_conf}", *(f"unset {key}" for key in stale)]
+        own = saved.programs.directory
+        path = [f'export PATH={own}:"${{PATH#{own}:}}"'] if own else []
+        return [f"export SLURM_CONF={folder.slurm_conf}", *path, *(f"unset {key}" for key in stale)]

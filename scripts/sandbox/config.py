@@ -8,6 +8,7 @@ import socket
 
 from sandbox.folder import Folder, Saved
 from sandbox.options import Options, conf_key
+from sandbox.packages import Programs
 
 MEMORY_MIB_PER_CPU = 16_000
 
@@ -44,7 +45,7 @@ def slurm_conf(folder: Folder, saved: Saved) -> str:
         "SelectType=select/cons_tres",
         "SelectTypeParameters=CR_Core_Memory",
         f"DefMemPerCPU={MEMORY_MIB_PER_CPU}",
-        "TopologyPlugin=topology/tree",
+        f"TopologyPlugin=topology/{options.topology}",
         "SlurmdParameters=config_overrides",
         "ReturnToService=2",
         f"KillWait={options.kill_wait}",
@@ -56,9 +57,11 @@ def slurm_conf(folder: Folder, saved: Saved) -> str:
         "MessageTimeout=60",
         "TCPTimeout=15",
         "BatchStartTimeout=120",
-        "UnkillableStepTimeout=120",
+        "UnkillableStepTimeout=300",
+        "MailProg=/bin/true",
         "SlurmdTimeout=60",
         *(["GresTypes=gpu"] if options.gpus else []),
+        *([f"PluginDir={saved.programs.plugins}"] if saved.programs.plugins else []),
         *[_node_line(name, saved.node_ports[name], options) for name in options.node_names()],
         f"PartitionName=batch Default=YES Nodes=ALL PriorityTier=1 PreemptMode={options.preempt_mode.upper()}"
         f" GraceTime={options.grace} DefaultTime=01:00:00 MaxTime=1-0",
@@ -78,11 +81,27 @@ def gres_conf(folder: Folder, options: Options) -> str:
 
 
 def topology_conf(options: Options) -> str:
-    """Return topology.conf: leaf switches, and a spine above them when there are several."""
+    """Return topology.conf: leaf switches, and a spine above them when there are several; or blocks of equal size."""
+    if options.topology == "block":
+        lines = [f"BlockName=block{i + 1} Nodes={_fold(nodes)}" for i, nodes in enumerate(options.leaf_nodes())]
+        return "\n".join([*lines, f"BlockSizes={','.join(map(str, block_sizes(options)))}"]) + "\n"
     lines = [f"SwitchName=leaf{i + 1} Nodes={_fold(nodes)}" for i, nodes in enumerate(options.leaf_nodes())]
     if options.leafs > 1:
         lines.append(f"SwitchName=spine1 Switches=leaf[1-{options.leafs}]")
     return "\n".join(lines) + "\n"
+
+
+def block_sizes(options: Options) -> list[int]:
+    """Nodes of one block, of two together, of four …, until all blocks are together."""
+    sizes = [options.nodes // options.leafs]
+    while sizes[-1] < options.nodes:
+        sizes.append(sizes[-1] * 2)
+    return sizes
+
+
+def cgroup_conf(programs: Programs) -> str | None:
+    """Return cgroup.conf: without it newer releases of Slurm stop where no cgroups are mounted for them."""
+    return "CgroupPlugin=disabled\n" if programs.release_number() >= (23, 11) else None
 
 
 def _fold(nodes: list[str]) -> str:

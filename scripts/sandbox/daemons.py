@@ -14,7 +14,7 @@ from sandbox import config
 from sandbox.errors import SandboxError
 from sandbox.folder import Folder, Saved
 from sandbox.options import Options
-from sandbox.packages import SEARCH_PATH, program
+from sandbox.packages import Programs
 from sandbox.processes import MARK
 
 PORTS = range(20_000, 32_000)  # below Linux's range for outgoing connections
@@ -24,14 +24,14 @@ FOREIGN_PREFIXES = ("SLURM", "SBATCH_", "SALLOC_", "SRUN_", "SQUEUE_", "SINFO_",
 def environment(folder: Folder) -> dict[str, str]:
     """Return this process's environment for Slurm's programs, free of other Slurm settings."""
     kept = {key: value for key, value in os.environ.items() if not key.startswith(FOREIGN_PREFIXES)}
-    return {**kept, "PATH": SEARCH_PATH, "SLURM_CONF": str(folder.slurm_conf), MARK: str(folder.path)}
+    return {**kept, "PATH": folder.programs().search_path, "SLURM_CONF": str(folder.slurm_conf), MARK: str(folder.path)}
 
 
-def choose_ports(options: Options) -> Saved:
+def choose_ports(options: Options, programs: Programs) -> Saved:
     """Give the controller and each node a port that nobody listens on."""
     free = iter(random.sample(PORTS, len(PORTS)))
     ports = [next(port for port in free if _is_free(port)) for _ in range(options.nodes + 1)]
-    return Saved(options, ports[0], dict(zip(options.node_names(), ports[1:], strict=True)))
+    return Saved(options, ports[0], dict(zip(options.node_names(), ports[1:], strict=True)), programs)
 
 
 def _is_free(port: int) -> bool:
@@ -57,6 +57,8 @@ def write_files(folder: Folder, saved: Saved) -> None:
         (folder.gpus / f"nvidia{index}").symlink_to("/dev/null")
     (folder.path / "gres.conf").write_text(config.gres_conf(folder, saved.options))
     (folder.path / "topology.conf").write_text(config.topology_conf(saved.options))
+    if (text := config.cgroup_conf(saved.programs)) is not None:
+        (folder.path / "cgroup.conf").write_text(text)
     folder.slurm_conf.write_text(config.slurm_conf(folder, saved))
 
 
@@ -67,7 +69,7 @@ def start_munge(folder: Folder) -> None:
         folder,
         "munged",
         [
-            program("munged"),
+            folder.programs().path("munged"),
             "--foreground",
             "--force",
             f"--socket={folder.munge_socket}",
@@ -98,12 +100,16 @@ def _accepts(path: Path) -> bool:
 
 def start_controller(folder: Folder) -> subprocess.Popen[bytes]:
     """Start slurmctld; it keeps running when this process ends."""
-    return _spawn(folder, "slurmctld", [program("slurmctld"), "-D", "-f", str(folder.slurm_conf)])
+    return _spawn(folder, "slurmctld", [folder.programs().path("slurmctld"), "-D", "-f", str(folder.slurm_conf)])
 
 
 def start_node(folder: Folder, name: str) -> subprocess.Popen[bytes]:
     """Start slurmd of one virtual node; it keeps running when this process ends."""
-    return _spawn(folder, f"slurmd.{name}", [program("slurmd"), "-D", "-N", name, "-f", str(folder.slurm_conf)])
+    programs = folder.programs()
+    # slurmd's own idea of where its step daemon lies is that of an installed package.
+    step_daemon = ["-d", programs.path("slurmstepd")] if programs.directory else []
+    command = [programs.path("slurmd"), "-D", "-N", name, "-f", str(folder.slurm_conf), *step_daemon]
+    return _spawn(folder, f"slurmd.{name}", command)
 
 
 def _spawn(folder: Folder, name: str, command: list[str]) -> subprocess.Popen[bytes]:
@@ -122,7 +128,7 @@ def _spawn(folder: Folder, name: str, command: list[str]) -> subprocess.Popen[by
 
 def node_states(folder: Folder, *, patience: float = 10.0) -> dict[str, str]:
     """Return the controller's state of each node as ``sinfo`` abbreviates it; empty when it does not answer."""
-    command = [program("sinfo"), "--noheader", "--Node", "--partition=batch", "--format=%N %t"]
+    command = [folder.programs().path("sinfo"), "--noheader", "--Node", "--partition=batch", "--format=%N %t"]
     try:
         done = subprocess.run(
             command, env=environment(folder), capture_output=True, text=True, check=False, timeout=patience

@@ -14,6 +14,7 @@ from pathlib import Path
 
 from sandbox.errors import USER_INPUT, SandboxError
 from sandbox.options import Options
+from sandbox.packages import Programs
 
 MAX_SOCKET_PATH = 107  # bytes in sockaddr_un, less the closing zero
 LONGEST_SOCKET = "spool/n64/n64_4294967295.4294967295"
@@ -26,6 +27,7 @@ class Saved:
     options: Options
     controller_port: int
     node_ports: dict[str, int]
+    programs: Programs
 
 
 @dataclass(frozen=True)
@@ -147,6 +149,8 @@ class Folder:
             "options": saved.options.to_json(),
             "controller_port": saved.controller_port,
             "node_ports": saved.node_ports,
+            "programs": str(saved.programs.directory or ""),
+            "plugins": str(saved.programs.plugins or ""),
         }
         new = self.json.with_name("sandbox.json.new")
         new.write_text(json.dumps(document, indent=2) + "\n")
@@ -156,9 +160,16 @@ class Folder:
         """Return what ``up`` saved, or None when it was never or only half begun."""
         try:
             data = json.loads(self.json.read_text())
-            return Saved(Options.from_json(data["options"]), data["controller_port"], data["node_ports"])
+            paths = [Path(value) if value else None for value in (data["programs"], data["plugins"])]
+            options = Options.from_json(data["options"])
+            return Saved(options, data["controller_port"], data["node_ports"], Programs(*paths))
         except (FileNotFoundError, ValueError, KeyError, TypeError):
             return None
+
+    def programs(self) -> Programs:
+        """Return Slurm's programs that the sandbox runs; this machine's own when nothing is saved."""
+        saved = self.load()
+        return saved.programs if saved else Programs()
 
     def clear(self) -> None:
         """Delete everything but the lock; what marks the folder as ours goes last."""
@@ -176,9 +187,10 @@ class Folder:
         self.path.rmdir()
 
 
-def default_path() -> Path:
-    """Folder in the user's runtime folder, else in /tmp under the user's number."""
+def default_path(release: str = "") -> Path:
+    """Folder in the user's runtime folder, else in /tmp under the user's number; one for each release."""
+    suffix = f"-{release}" if release else ""
     runtime = os.environ.get("XDG_RUNTIME_DIR", "")
     if runtime and Path(runtime).is_dir() and os.access(runtime, os.W_OK):
-        return Path(runtime) / "hpjob-sandbox"
-    return Path("/tmp") / f"hpjob-sandbox-{os.getuid()}"
+        return Path(runtime) / f"hpjob-sandbox{suffix}"
+    return Path("/tmp") / f"hpjob-sandbox-{os.getuid()}{suffix}"

@@ -8,6 +8,7 @@ from typing import Any
 
 from sandbox.errors import USER_INPUT, SandboxError
 
+TOPOLOGIES = ("tree", "block")
 PREEMPT_MODES = ("requeue", "cancel", "suspend", "off")
 
 
@@ -20,7 +21,9 @@ class Options:
         gpus: GPUs a node.
         gpu_type: Type in ``--gres=gpu:TYPE:N``.
         cpus: CPUs a node; they may be more than the machine has.
-        leafs: Leaf switches; nodes are shared out evenly, in order.
+        leafs: Leaf switches (or blocks); nodes are shared out evenly, in order.
+        topology: What links the nodes: a ``tree`` of switches, or a ``block`` of nodes for each leaf.
+        release: Code name of the Debian whose Slurm runs; empty = this machine's own Slurm.
         grace: GraceTime of partition ``batch``, s.
         preempt_mode: What happens to a preempted job of partition ``batch``.
         kill_wait: KillWait, s: time between SIGTERM and SIGKILL.
@@ -32,6 +35,8 @@ class Options:
     gpu_type: str = "h100"
     cpus: int = 64
     leafs: int = 2
+    topology: str = "tree"
+    release: str = ""
     grace: int = 30
     preempt_mode: str = "requeue"
     kill_wait: int = 5
@@ -46,8 +51,7 @@ class Options:
             problems.append(f"--gpus is {self.gpus}, it can be 0 to 64")
         if not 1 <= self.cpus <= 1024:
             problems.append(f"--cpus is {self.cpus}, it can be 1 to 1024")
-        if not 1 <= self.leafs <= max(self.nodes, 1):
-            problems.append(f"--leafs is {self.leafs}, it can be 1 to {max(self.nodes, 1)} (one node a switch)")
+        problems += self._wrong_leafs()
         if not 0 <= self.grace <= 65533:
             problems.append(f"--grace is {self.grace}, it can be 0 to 65533 seconds")
         if not 0 <= self.kill_wait <= 65533:
@@ -59,6 +63,13 @@ class Options:
             raise SandboxError(
                 "\n".join(problems), hint="`scripts/slurm-sandbox up --help` lists the options", exit_code=USER_INPUT
             )
+
+    def _wrong_leafs(self) -> list[str]:
+        if not 1 <= self.leafs <= max(self.nodes, 1):
+            return [f"--leafs is {self.leafs}, it can be 1 to {max(self.nodes, 1)} (one node a switch)"]
+        if self.topology == "block" and self.nodes % self.leafs:
+            return [f"--leafs is {self.leafs}, which does not share {self.nodes} nodes into equal blocks"]
+        return []
 
     def node_names(self) -> list[str]:
         return [f"n{index + 1}" for index in range(self.nodes)]
@@ -79,10 +90,14 @@ class Options:
     def differences(self, other: Options) -> list[str]:
         """Fields that differ, as ``--name here (there)``."""
         return [
-            f"--{f.name.replace('_', '-')} {getattr(other, f.name)} (not {getattr(self, f.name)})"
+            f"--{f.name.replace('_', '-')} {_shown(getattr(other, f.name))} (not {_shown(getattr(self, f.name))})"
             for f in fields(self)
             if getattr(self, f.name) != getattr(other, f.name)
         ]
+
+
+def _shown(value: object) -> object:
+    return "left out" if value in ("", ()) else value
 
 
 def conf_key(line: str) -> str:

@@ -1,8 +1,8 @@
 """Finds and ends the processes of one sandbox, and only those.
 
 Nothing is trusted that could be stale: a daemon is recognised by its own command line, which names a file of the
-state folder, and a job's process by the environment that slurmstepd gave it. A person's shell after
-``eval "$(slurm-sandbox env)"`` has SLURM_CONF too, but no SLURMD_NODENAME, so it is left alone.
+state folder, a step daemon by the log that it writes, and a job's process by the environment that it was given. A
+person's shell after ``eval "$(slurm-sandbox env)"`` has SLURM_CONF too, but no SLURMD_NODENAME, so it is left alone.
 """
 
 from __future__ import annotations
@@ -140,22 +140,25 @@ def _identify(pid: int, folder: Folder) -> tuple[str, str]:
         return "munged", ""
     if name in ("slurmctld", "slurmd") and conf in arguments:
         return name, arguments[arguments.index("-N") + 1] if "-N" in arguments else ""
+    # Daemons that show a title have overwritten their environment with it in newer releases of Slurm.
+    if name.startswith(("slurmstepd:", "slurmctld:")):
+        log = _own_log(pid, folder)
+        kind = "" if log is None else "job" if name.startswith("slurmstepd:") else "helper"
+        return kind, (log or "").removeprefix("slurmd.") if kind == "job" else ""
     environment = _strings(pid, "environ")
     if f"SLURM_CONF={conf}" not in environment:
         return "", ""
-    if name.startswith("slurmstepd:"):
-        return "job", _step_node(pid, folder)
     if f"{MARK}={folder.path}" in environment:
         return "helper", ""
     nodes = [entry.partition("=")[2] for entry in environment if entry.startswith("SLURMD_NODENAME=")]
     return ("job", nodes[0]) if nodes else ("", "")
 
 
-def _step_node(pid: int, folder: Folder) -> str:
-    """Node of a slurmstepd, whose environment does not tell: it writes to its slurmd's log."""
+def _own_log(pid: int, folder: Folder) -> str | None:
+    """Name, without ``.log``, of the sandbox's log that a process writes to; None = to none."""
     try:
-        targets = [str(link.readlink()) for link in Path(f"/proc/{pid}/fd").iterdir()]
+        targets = [str(link.readlink()).removesuffix(" (deleted)") for link in Path(f"/proc/{pid}/fd").iterdir()]
     except OSError:
-        return ""
-    prefix, suffix = f"{folder.log}/slurmd.", ".log"
-    return next((t[len(prefix) : -len(suffix)] for t in targets if t.startswith(prefix) and t.endswith(suffix)), "")
+        return None
+    prefix, suffix = f"{folder.log}/", ".log"
+    return next((t[len(prefix) : -len(suffix)] for t in targets if t.startswith(prefix) and t.endswith(suffix)), None)

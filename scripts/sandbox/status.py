@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-import subprocess
 from typing import Any
 
 from sandbox import daemons
-from sandbox.errors import SandboxError
 from sandbox.folder import Folder
-from sandbox.packages import program
 from sandbox.processes import DAEMONS, find
 
 
@@ -23,7 +20,8 @@ def describe(folder: Folder) -> dict[str, Any]:
         return {**document, "state": "partial"} if processes else document
     controller, munge = pids.get(("slurmctld", "")), pids.get(("munged", ""))
     states = daemons.node_states(folder) if controller and munge else {}
-    leaf_of = {node: f"leaf{i + 1}" for i, nodes in enumerate(saved.options.leaf_nodes()) for node in nodes}
+    kind = "block" if saved.options.topology == "block" else "leaf"
+    leaf_of = {node: f"{kind}{i + 1}" for i, nodes in enumerate(saved.options.leaf_nodes()) for node in nodes}
     nodes = [
         {
             "name": name,
@@ -38,7 +36,8 @@ def describe(folder: Folder) -> dict[str, Any]:
     return {
         **document,
         "state": "running" if complete else "partial" if processes else "stopped",
-        "slurm_version": _slurm_version(),
+        "slurm_version": saved.programs.version(),
+        "programs": str(saved.programs.directory) if saved.programs.directory else None,
         "slurm_conf": str(folder.slurm_conf),
         "controller": {"port": saved.controller_port, "pid": controller},
         "munge": {"socket": str(folder.munge_socket), "pid": munge},
@@ -46,14 +45,6 @@ def describe(folder: Folder) -> dict[str, Any]:
         "job_processes": sum(process.kind == "job" for process in processes),
         "options": saved.options.to_json(),
     }
-
-
-def _slurm_version() -> str | None:
-    try:
-        done = subprocess.run([program("slurmd"), "-V"], capture_output=True, text=True, check=False)
-    except SandboxError:
-        return None
-    return done.stdout.split()[-1] if done.stdout.split() else None
 
 
 def render(document: dict[str, Any]) -> str:

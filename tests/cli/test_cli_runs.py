@@ -209,6 +209,15 @@ def test_a_renamed_run_goes_on_in_its_new_folder(cli: Cli, run: RunDir, fake_slu
     assert str(run.path) not in script
 
 
+def test_segments_are_left_out_where_sbatch_has_none(cli: Cli, run: RunDir, fake_slurm: FakeSlurm) -> None:
+    fake_slurm.answer("squeue", "CANCELLED|None|n1|N/A|\n")
+    spec = json.loads(run.spec.read_text(encoding="utf-8"))
+    run.spec.write_text(json.dumps(spec | {"segment": 2}), encoding="utf-8")
+    assert "--segment" not in cli("resume", "--dry-run").out
+    fake_slurm.answer("sbatch --segment=2 --version", "slurm-wlm 24.11.5\n")
+    assert "\n#SBATCH --segment=2\n" in cli("resume", "--dry-run").out
+
+
 def test_a_failed_save_is_shown_until_a_later_one_comes_through(cli: Cli, run: RunDir, fake_slurm: FakeSlurm) -> None:
     fake_slurm.answer("squeue", "RUNNING|None|n1|N/A|1:00\n")
     attempt = begin(run)

@@ -10,7 +10,7 @@ from hpjob.plan.model import Axis, ParallelDegrees
 from hpjob.plan.placement import compare, place
 from hpjob.plan.placement_cost import Level, Traffic, placement_cost
 from hpjob.topology.load import load_machine, machine_node
-from hpjob.topology.model import Block, NvlinkDomain, Switch, Topology
+from hpjob.topology.model import Block, Gpu, Node, NvlinkDomain, Switch, Topology
 
 HGX = load_machine("hgx-h100")
 
@@ -62,6 +62,24 @@ def blocks_of_18() -> Topology:
 def test_cheaper_than_the_order_of_the_names(topology: Topology, per_node: int, degrees: ParallelDegrees) -> None:
     placed, plain = compare(degrees, topology, per_node)
     assert placed.total < plain.total
+
+
+def test_blocks_of_one_larger_block_are_neighbours() -> None:
+    """Four stages need two blocks: two that lie in one larger block, not two that are next by name."""
+    names = [f"n{i}" for i in range(8)]
+    blocks = tuple(Block(name=f"b{i}", nodes=(names[i], names[i + 4])) for i in range(4))
+    pairs = tuple(Block(name=f"b{i},b{i + 2}", nodes=blocks[i].nodes + blocks[i + 2].nodes) for i in range(2))
+    nodes = tuple(Node(name=name, gpus=tuple(Gpu(index=i) for i in range(8))) for name in names)
+    topology = Topology(nodes=nodes, blocks=blocks, aggregated_blocks=pairs, source="test")
+    degrees = ParallelDegrees(pp=4, dp=2, tp=8)
+    placed, _ = compare(degrees, topology, 8)
+    # Of each pipeline one link leaves a block, and none a larger one.
+    assert placed.leaving("pp", Level.LEAF) == 16
+    assert placed.leaving("pp", Level.SPINE) == 0
+    without = topology.model_copy(update={"aggregated_blocks": None})
+    order = [node.name for node in place(degrees, without, 8)[0].nodes]
+    blind = topology.model_copy(update={"nodes": tuple(nodes[int(name[1:])] for name in order)})
+    assert placement_cost(degrees, blind, place(degrees, without, 8)[1]).leaving("pp", Level.SPINE) > 0
 
 
 def test_order_of_the_names_stays_where_nothing_is_to_gain() -> None:

@@ -55,10 +55,12 @@ def test_down_ends_jobs_but_not_the_users_shell(new_sandbox: SlurmSandbox, tmp_p
     new_sandbox.submit("--nodes=2", f"--output={tmp_path}/out", f"--wrap=srun bash -c '{step}'")
     new_sandbox.wait_for(lambda: pids.exists() and len(pids.read_text().split()) == 4, "four processes of the job")
     with subprocess.Popen(["sleep", "1003"], env=new_sandbox.env) as shell:
-        new_sandbox.control("down")
-        assert shell.poll() is None
-        assert set(processes_of(new_sandbox.path)) == {shell.pid}
-        shell.kill()
+        try:
+            new_sandbox.control("down")
+            assert shell.poll() is None
+            assert set(processes_of(new_sandbox.path)) == {shell.pid}
+        finally:
+            shell.kill()
     for pid in pids.read_text().split():
         stat = Path(f"/proc/{pid}/stat")
         assert not stat.exists() or stat.read_text().rpartition(")")[2].split()[0] == "Z"
@@ -159,7 +161,7 @@ def test_ranks_go_where_the_host_file_says_and_see_gpus(slurm_sandbox: SlurmSand
     hosts.write_text("\n".join(order) + "\n")
     show = 'echo "$SLURM_PROCID $SLURMD_NODENAME $CUDA_VISIBLE_DEVICES"'
     out = slurm_sandbox.run(
-        *("srun", "--nodes=4", "--ntasks=8", "--distribution=arbitrary", "--gpus-per-node=8", "bash", "-c", show),
+        *("srun", "--ntasks=8", "--distribution=arbitrary", "--gpus-per-node=8", "bash", "-c", show),
         env={"SLURM_HOSTFILE": str(hosts)},
     ).stdout
     assert sorted(out.splitlines()) == [f"{rank} {host} 0,1,2,3,4,5,6,7" for rank, host in enumerate(order)]
@@ -212,6 +214,11 @@ def test_extra_lines_replace_built_in_ones(new_sandbox: SlurmSandbox) -> None:
         (["--nodes", "0", "--gpus", "-1"], ["--nodes is 0", "--gpus is -1", "hint: "]),
         (["--nodes", "2", "--leafs", "3"], ["--leafs is 3, it can be 1 to 2", "hint: "]),
         (["--conf", "nonsense"], ["--conf 'nonsense' is not KEY=VALUE", "hint: "]),
+        (
+            ["--nodes", "3", "--leafs", "2", "--topology", "block"],
+            ["does not share 3 nodes into equal blocks", "hint: "],
+        ),
+        (["--release", "../x"], ["no code name of a Debian", "hint: "]),
         (["--preempt-mode", "kill"], ["invalid choice: 'kill'", "hint: "]),
         (["--node", "3"], ["unrecognized arguments: --node 3", "hint: "]),
         (["--conf", "SelectType=select/none_such"], ["select/none_such", "hint: "]),

@@ -28,7 +28,7 @@ Start = Callable[..., RunDir]
 @pytest.fixture
 def slurm(slurm_sandbox: SlurmSandbox, monkeypatch: pytest.MonkeyPatch) -> SlurmSandbox:
     """The sandbox, also for Slurm commands that this process calls."""
-    monkeypatch.setenv("SLURM_CONF", slurm_sandbox.env["SLURM_CONF"])
+    slurm_sandbox.use(monkeypatch)
     return slurm_sandbox
 
 
@@ -74,6 +74,7 @@ def decision(attempt: AttemptDir) -> object:
     return (read_json(attempt.end) or {}).get("decision")
 
 
+@pytest.mark.slurm_releases
 def test_ranks_run_where_the_host_file_puts_them(start: Start) -> None:
     run = start()
     wait_until_ended(run)
@@ -88,6 +89,7 @@ def test_ranks_run_where_the_host_file_puts_them(start: Start) -> None:
     assert document is not None and document["site"]["slurm_version"] == read_site().version
 
 
+@pytest.mark.slurm_releases
 def test_preempted_twice_it_goes_on_by_itself(start: Start, slurm: SlurmSandbox) -> None:
     run = start(steps=150, step_s=0.1)
     for attempt in (0, 1):
@@ -137,6 +139,7 @@ def test_cancel_ends_everything_and_nothing_comes_back(start: Start, slurm: Slur
     assert run_status(run).state == "stopped"
 
 
+@pytest.mark.slurm_releases
 def test_scancel_by_hand_is_obeyed(start: Start, slurm: SlurmSandbox) -> None:
     """The ranks save when Slurm ends the job, and saved ranks ask for a requeue: not for a cancelled job."""
     run = start(steps=LONG)
@@ -148,6 +151,7 @@ def test_scancel_by_hand_is_obeyed(start: Start, slurm: SlurmSandbox) -> None:
     assert not processes_of(run.path)
 
 
+@pytest.mark.slurm_releases
 @pytest.mark.parametrize(
     ("how", "kind", "words"),
     [("raise_rank", "exception", "the loss is not finite"), ("kill_rank", "killed", "Killed")],

@@ -42,6 +42,16 @@ def test_an_unknown_option_gets_the_nearest_name(fake_slurm: FakeSlurm) -> None:
     assert "`--constraint`" in caught.value.hint
 
 
+def test_an_option_that_sbatch_takes_but_does_not_list(fake_slurm: FakeSlurm) -> None:
+    """Slurm 24.11 is silent about --segment; a beginning of a listed or protected name is refused all the same."""
+    fake_slurm.answer("sbatch --segment=2 --version", "slurm-wlm 24.11.5\n")
+    assert pass_through(["--segment=2"]) == ("--segment=2",)
+    for cut in ("--constr=a100", "--outp=x"):
+        fake_slurm.answer(f"sbatch {cut} --version", "slurm-wlm 24.11.5\n")
+        with pytest.raises(UserInputError, match="knows no option"):
+            pass_through([cut])
+
+
 def test_beginnings_of_names_are_refused_without_sbatch(fake_slurm: FakeSlurm) -> None:
     """sbatch would take `--outp` for `--output`."""
     fake_slurm.answer("sbatch --help", stderr="no configuration", code=1)

@@ -1,4 +1,4 @@
-"""A job over two leaf switches: the order of ranks fits the leaves, and the ranks print just that order."""
+"""A job over two leaf switches or blocks: the order of ranks fits them, and the ranks print just that order."""
 
 from __future__ import annotations
 
@@ -18,13 +18,14 @@ from hpjob.topology.slurm import cluster_topology
 from tests.support.runs import make_run
 from tests.support.slurm_sandbox import SlurmSandbox, wait_for
 
-pytestmark = [pytest.mark.slurm, pytest.mark.timeout(900)]
-LEAF = {"n1": "leaf1", "n2": "leaf1", "n3": "leaf2", "n4": "leaf2"}
+pytestmark = [pytest.mark.slurm, pytest.mark.slurm_releases, pytest.mark.timeout(900)]
+HALF = {"n1": 1, "n2": 1, "n3": 2, "n4": 2}
+"""Leaf switch or block of each node."""
 LINE = re.compile(r"^rank (\d+) of 16 on (\S+) gpu (\d+): pp (\d) dp (\d) sp 0 tp (\d)$", re.MULTILINE)
 
 
 def finished_run(folder: Path, slurm: SlurmSandbox, monkeypatch: pytest.MonkeyPatch) -> RunDir:
-    monkeypatch.setenv("SLURM_CONF", slurm.env["SLURM_CONF"])
+    slurm.use(monkeypatch)
     prepared = make_run(
         folder,
         topology=cluster_topology("batch", 4),
@@ -39,20 +40,25 @@ def finished_run(folder: Path, slurm: SlurmSandbox, monkeypatch: pytest.MonkeyPa
     return prepared.run
 
 
-def test_pipeline_neighbours_share_a_leaf_and_ranks_print_their_places(
-    slurm_sandbox: SlurmSandbox, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+def test_pipeline_neighbours_share_a_leaf_or_block_and_ranks_print_their_places(
+    new_sandbox: SlurmSandbox, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """In the order of the names stage 0 would be leaf 1 and stage 1 leaf 2: every message would cross."""
+    """In the order of the names stage 0 would be one leaf and stage 1 the other: every message would cross."""
+    is_block = bool(new_sandbox.release)  # topology/block came with newer releases than this machine's may be
+    new_sandbox.start("--topology", "block" if is_block else "tree")
     # As long as a busy machine may take to start four interpreters.
     monkeypatch.setenv("HPJOB_DETECT_TIMEOUT_S", "300")
-    run = finished_run(tmp_path / "run", slurm_sandbox, monkeypatch)
+    run = finished_run(tmp_path / "run", new_sandbox, monkeypatch)
     (attempt,) = run.attempt_list()
     plan, topology = read_plan(attempt.plan), load_topology(str(attempt.topology))
     hosts = attempt.hosts.read_text().split()
     assert "nodes of the job" in topology.source
+    assert [len(block.nodes) for block in topology.blocks or ()] == ([2, 2] if is_block else [])
+    assert [len(block.nodes) for block in topology.aggregated_blocks or ()] == ([4] if is_block else [])
+    assert ("#SBATCH --segment=2" in run.script.read_text()) == is_block
     for rank in range(8):
         assert plan.degrees.coordinates(rank)[Axis.PP] == 0
-        assert LEAF[hosts[rank]] == LEAF[hosts[rank + 8]]
+        assert HALF[hosts[rank]] == HALF[hosts[rank + 8]]
     printed = [LINE.search(attempt.rank_log(rank).read_text()) for rank in range(16)]
     for place, line in zip(plan.placement, printed, strict=True):
         assert line is not None

@@ -12,6 +12,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 SCRIPT = Path(__file__).resolve().parents[2] / "scripts" / "slurm-sandbox"
 
 
@@ -21,14 +23,33 @@ class SlurmSandbox:
 
     Attributes:
         path: State folder.
+        release: Debian whose Slurm runs; empty = this machine's own.
     """
 
     path: Path
+    release: str = ""
+
+    @property
+    def variables(self) -> dict[str, str]:
+        """What makes Slurm's commands use this sandbox."""
+        conf = {"SLURM_CONF": str(self.path / "slurm.conf")}
+        if not self.release:
+            return conf
+        try:
+            programs = json.loads((self.path / "sandbox.json").read_text())["programs"]
+        except FileNotFoundError:  # not started
+            return conf
+        return conf | ({"PATH": f"{programs}{os.pathsep}{os.environ['PATH']}"} if programs else {})
 
     @property
     def env(self) -> dict[str, str]:
         """Environment whose Slurm commands use this sandbox."""
-        return {**os.environ, "SLURM_CONF": str(self.path / "slurm.conf")}
+        return {**os.environ, **self.variables}
+
+    def use(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        """Let Slurm commands that this process calls use the sandbox."""
+        for name, value in self.variables.items():
+            monkeypatch.setenv(name, value)
 
     def run(
         self, *command: str | Path, check: bool = True, timeout: float = 120, env: Mapping[str, str] | None = None
@@ -48,7 +69,18 @@ class SlurmSandbox:
 
     def control(self, command: str, *arguments: str, check: bool = True) -> subprocess.CompletedProcess[str]:
         """Run ``slurm-sandbox COMMAND`` on this sandbox."""
-        return self.run(sys.executable, SCRIPT, command, "--state-dir", self.path, *arguments, check=check)
+        own = ("--state-dir", str(self.path), *(("--release", self.release) if self.release else ()))
+        # Fetching another release's Slurm takes long on a slow line.
+        return self.run(sys.executable, SCRIPT, command, *own, *arguments, check=check, timeout=600)
+
+    def start(self, *options: str) -> None:
+        """Run ``slurm-sandbox up``; without Slurm and a way to get it the test is skipped."""
+        started = self.control("up", *options, check=False)
+        if started.returncode == 0:
+            return
+        if "is not installed" in started.stderr:
+            pytest.skip(f"no Slurm on this machine: {started.stderr.splitlines()[0]}")
+        pytest.fail(started.stderr)
 
     def status(self) -> dict[str, Any]:
         document: dict[str, Any] = json.loads(self.control("status", "--json", check=False).stdout)

@@ -46,6 +46,10 @@ def test_blocks_snapshots_and_a_cut_record() -> None:
     )
     found = read_text(first).facts
     assert (found["blocks"], found["block_size"], found["aggregated"]) == ({"b1": 2, "b2": 2}, 2, {"b[1-2]": 4})
+    topology = read_text(first).topology
+    assert topology is not None
+    assert [block.name for block in topology.blocks or ()] == ["b1", "b2"]
+    assert [(block.name, len(block.nodes)) for block in topology.aggregated_blocks or ()] == [("b[1-2]", 4)]
     later = read_text(first + line.format(1, 0, "1") + "BlockName=b2 BlockIn").facts
     assert later["snapshots"] == 2
     assert later["blocks"] == {"b1": 1, "b2": None}

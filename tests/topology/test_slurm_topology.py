@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 
 from hpjob.core.errors import EnvironmentProblemError, UserInputError
+from hpjob.topology.model import Block
 from hpjob.topology.slurm import cluster_topology, parse_sinfo, parse_topology
 
 _SINFO = """\
@@ -91,12 +92,36 @@ def test_no_slurm_says_what_to_do(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     assert "--machine" in caught.value.hint
 
 
-def test_blocks_are_read_and_aggregates_left_out() -> None:
-    text = "BlockName=r1 BlockIndex=0 Nodes=b[01-04] BlockSize=4\n"
-    text += "AggregatedBlock=r[1-2] BlockIndex=3 Nodes=b[01-08] BlockSize=8\n"
-    switches, blocks = parse_topology(text)
-    assert switches == ()
-    assert [(block.name, block.nodes) for block in blocks] == [("r1", ("b01", "b02", "b03", "b04"))]
+_BLOCKS = """\
+BlockName=r1 BlockIndex=0 Nodes=a[01,06] BlockSize=2
+BlockName=r2 BlockIndex=1 Nodes=a[02,07] BlockSize=2
+BlockName=r3 BlockIndex=2 Nodes=a[03,04] BlockSize=2
+BlockName=r4 BlockIndex=3 Nodes=a[05,08] BlockSize=2
+AggregatedBlock=r[1-2] BlockIndex=4 Nodes=a[01-02,06-07] BlockSize=4
+AggregatedBlock=r[3-4] BlockIndex=5 Nodes=a[03-05,08] BlockSize=4
+"""
+
+
+def test_blocks_and_aggregated_blocks_are_apart() -> None:
+    fabric = parse_topology(_BLOCKS)
+    assert fabric.switches == ()
+    assert fabric.blocks[0] == Block(name="r1", nodes=("a01", "a06"))
+    assert [(block.name, block.nodes) for block in fabric.aggregated_blocks] == [
+        ("r[1-2]", ("a01", "a02", "a06", "a07")),
+        ("r[3-4]", ("a03", "a04", "a05", "a08")),
+    ]
+
+
+def test_the_likely_nodes_lie_in_neighbouring_blocks(slurm: Path) -> None:
+    """Whole blocks first, those of one larger block after each other."""
+    (slurm / "topology.txt").write_text(_BLOCKS)
+    (slurm / "sinfo.txt").write_text(
+        "".join(f"a{i:02}|batch*|idle|96|1031000|gpu:h100:8\n" for i in (1, 2, 3, 5, 7, 8))
+    )
+    names = [node.name for node in cluster_topology(None, 6).nodes]
+    # a06 and a04 are not in the partition: r2 and r4 are whole, and r1 and r3 hold a node each.
+    assert names == ["a02", "a07", "a01", "a05", "a08", "a03"]
+    assert cluster_topology(None, 3).aggregated_blocks is not None
 
 
 def test_broken_lines_are_left_out() -> None:

@@ -61,10 +61,13 @@ def slurm_topology(by_kind: dict[str, list[Record]], expand: Expander, notes: li
         )
         for record in switches
     )
-    blocks = tuple(
-        Block(name=record.name, nodes=tuple(expand(record.nodes) or ()))
-        for record in by_kind["block"]
-        if not record.cut and expand(record.nodes)
+    blocks, aggregated = (
+        tuple(
+            Block(name=record.name, nodes=tuple(expand(record.nodes) or ()))
+            for record in by_kind[kind]
+            if not record.cut and expand(record.nodes)
+        )
+        for kind in ("block", "aggregated")
     )
     names: dict[str, None] = {}
     for group in by_kind.values():
@@ -75,6 +78,7 @@ def slurm_topology(by_kind: dict[str, list[Record]], expand: Expander, notes: li
         nodes=tuple(Node(name=name) for name in names),
         switches=found_switches if switches else (() if is_flat else None),
         blocks=blocks if by_kind["block"] else None,
+        aggregated_blocks=aggregated or None,
         source=TITLE,
         notes=tuple(notes),
         sources=sources,
