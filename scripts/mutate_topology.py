@@ -202,9 +202,8 @@ def main() -> int:
             print(f"mutant {number} ({'+'.join(names)}, {readings[at].kind}): {wrong}")
             if arguments.keep and sum(failures.values()) <= 50:
                 (arguments.keep / f"{number}.txt").write_bytes(mutant)
-    print(
-        f"{arguments.count - arguments.start} mutants, {sum(failures.values())} wrong {dict(failures)}, slowest {slowest:.2f} s"
-    )
+    read = arguments.count - arguments.start
+    print(f"{read} mutants, {sum(failures.values())} wrong {dict(failures)}, slowest {slowest:.2f} s")
     return int(bool(failures))
 
 
