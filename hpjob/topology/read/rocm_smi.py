@@ -23,6 +23,11 @@ _TITLES = (
     ("type", re.compile(r"\blink[ _]type\b", re.I)),
     ("other", re.compile(r"bandwidth|access|accessible|coherent|atomics|\bDMA\b|bi-?directional", re.I)),
 )
+_TITLE_WORDS = (
+    "weight", "hops", "link type", "link_type", "bandwidth", "access", "coherent", "atomics", "dma", "directional",
+    "numa nodes", "end of rocm", "(topology)",
+)  # fmt: skip
+"""One of them stands in every line that begins or ends a table."""
 _TABLE_END = re.compile(r"numa nodes|end of rocm|\(Topology\)", re.I)
 _ANY = re.compile(r"ROCm System Management|between two GPUs|\(Topology\)\s*Numa|(?:WEIGHT|HOPS|LINK TYPE) TABLE", re.I)
 _TYPE_WORD = re.compile(r"[A-Za-z][A-Za-z0-9_/]{1,20}")
@@ -81,20 +86,20 @@ def _tables(source: Source) -> dict[str, _Table]:
     found: dict[str, _Table] = {}
     kind: str | None = None
     table: _Table | None = None
-    for line in source.lines:
-        if len(line) > 20_000:
+    titled = source.lines_holding(_TITLE_WORDS)
+    for number, line in enumerate(source.lines):
+        if len(line) > 20_000 or (number not in titled and "GPU" not in line and ":" not in line):
             continue
         words = line.split()
-        header = [word for word in words if _LABEL.fullmatch(word)]
-        if words and len(header) == len(words) and (len(words) > 1 or table is None):
-            table = _Table(kind or "untitled", header)
+        labelled = bool(words) and _LABEL.fullmatch(words[0]) is not None
+        if labelled and (len(words) > 1 or table is None) and all(_LABEL.fullmatch(word) for word in words):
+            table = _Table(kind or "untitled", words)
             continue
-        if table is not None and len(words) > 1 and _LABEL.fullmatch(words[0]):
-            _add_row(table, words)
-            if table.kind == "untitled":
-                table.kind = _guess_kind(table)
-            if table.kind not in found or found[table.kind] is table:
-                found[table.kind] = table
+        if table is not None and labelled and 1 < len(words):
+            if len(words) <= len(table.columns) + 1:
+                _take_row(table, words, found)
+            continue
+        if number not in titled:
             continue
         title = next((name for name, pattern in _TITLES if pattern.search(line)), None)
         if title is not None and not _TABLE_END.search(line):
@@ -104,9 +109,13 @@ def _tables(source: Source) -> dict[str, _Table]:
     return found
 
 
-def _add_row(table: _Table, words: list[str]) -> None:
+def _take_row(table: _Table, words: list[str], found: dict[str, _Table]) -> None:
+    """Add a row; the first table of a kind holds."""
     for column, cell in zip(table.columns, words[1:], strict=False):
         table.cells.setdefault((words[0], column), cell)
+    if table.kind == "untitled":
+        table.kind = _guess_kind(table)
+    found.setdefault(table.kind, table)
 
 
 def _guess_kind(table: _Table) -> str:
