@@ -95,7 +95,7 @@ def _tables(source: Source) -> dict[str, _Table]:
         if labelled and (len(words) > 1 or table is None) and all(_LABEL.fullmatch(word) for word in words):
             table = _Table(kind or "untitled", words)
             continue
-        if table is not None and labelled and 1 < len(words):
+        if table is not None and labelled and len(words) > 1:
             if len(words) <= len(table.columns) + 1:
                 _take_row(table, words, found)
             continue
