@@ -97,6 +97,10 @@ def decode(data: bytes) -> str:
 
 def clean(text: str) -> str:
     """Return ``text`` without terminal codes, invisible characters, odd line ends and long gaps of empty lines."""
+    if "\\n" in text and text.count("\\n") > text.count("\n"):
+        text = text.replace("\\n", "\n").replace("\\t", "\t")  # a string of JSON or of a log
+    if "**" in text:
+        text = text.replace("**", "")
     for end in ("\r\n", "\r", "\x0b", "\x0c"):
         if end in text:
             text = text.replace(end, "\n")
