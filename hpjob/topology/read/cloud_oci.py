@@ -13,7 +13,7 @@ from hpjob.topology.read.text import Source
 TITLE = "OCI RDMA topology"
 _MARKS = (
     "rdmaTopologyData", "HPCIslandId", "hpc-island-id", "hpcIslandId", "LocalBlock", "local-block-id",
-    "ocid1.hpcisland",
+    "ocid1.hpcisland", "rdma.hpc_island_id", "rdma.local_block_id",
 )  # fmt: skip
 _LAYERS = (
     ("customerhpcislandid", "computehpcislandid", "hpcislandid", "hpcisland"),
@@ -21,7 +21,7 @@ _LAYERS = (
     ("customerlocalblock", "computelocalblockid", "localblockid", "localblock"),
 )
 _FABRIC = ("customergpumemoryfabric", "computegpumemoryfabricid", "gpumemoryfabricid", "gpumemoryfabric")
-_HOST = ("customerhostid", "computehostid", "hostid", "id")
+_HOST = ("customerhostid", "computehostid", "hostid", "id", "hostname")
 _INSTANCE = ("instanceid",)
 
 
@@ -37,7 +37,7 @@ def read(source: Source) -> Reading:
     document, whole = loaded if loaded is not None else (load_yaml(source.text), True)
     found.complete &= whole
     for entry in walk(document):
-        fields = {re.sub(r"[^a-z]", "", str(key).lower()): value for key, value in entry.items()}
+        fields = {_field(str(key)): value for key, value in entry.items()}
         planes = fields.get("planes")
         if isinstance(planes, int):
             found.planes = planes
@@ -46,6 +46,11 @@ def read(source: Source) -> Reading:
         if fields.get("opcnextpage") or fields.get("nextpage"):
             found.complete = False
     return cloud_reading(found, TITLE)
+
+
+def _field(key: str) -> str:
+    """Labels of Kubernetes nodes have the fields' names behind a prefix."""
+    return re.sub(r"[^a-z]", "", re.sub(r"^[a-z.]+/(?:rdma\.)?", "", key.lower()))
 
 
 def _first(fields: dict[str, Any], keys: tuple[str, ...]) -> str | None:

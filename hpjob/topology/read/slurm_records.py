@@ -20,16 +20,18 @@ _FIELDS = {
     "linkspeed": "link_speed",
     "nodes": "nodes",
     "switches": "children",
+    "children": "children",
     "blocksize": "size",
     "ringsize": "size",
 }
 _PAIR = re.compile(r"(?<![A-Za-z0-9_])([A-Za-z]{4,20})=([^\s#]*)")
 _COMMENT = re.compile(r"(?:^|(?<=\s))#[^\n]*")
 _ORIGINAL = re.compile(r"^[ \t]*#[ \t]*([^\s=]{1,200})=(\S.{0,400})$", re.M)
-_KEYS = ("Name", "Block", "Nodes", "Switches", "Level", "Speed", "Size", "Sizes", "Index")
+_KEYS = ("Name", "Block", "Nodes", "Switches", "Children", "Level", "Speed", "Size", "Sizes", "Index")
 _KEY = re.compile(rf"=(?=\S|$)(?:{'|'.join(f'(?<={key}=)' for key in _KEYS)})", re.I)
 """Begins with what is rare, so that a long text without records is searched fast."""
 _ELISION_MARKS = (".", "…")
+_CONTINUED = re.compile(r"\\[ \t]*\n")
 _OPEN_LIST = re.compile(r"(\[[0-9,-]*)\n[ \t]*([0-9,-]+\])")
 _PYSLURM = re.compile(r"u?['\"]([^'\"]{1,200})['\"]\s*:\s*\{([^{}]{0,2000000})(\}?)")
 _END_MARKS = " \t\n.…"
@@ -70,7 +72,7 @@ def relevant_lines(lines: list[str]) -> str:
     for line in lines:
         if is_open or ("=" in line and _is_record(line)) or line.lstrip()[:1] in _ELISION_MARKS:
             kept.append(line)
-            is_open = line.count("[") > line.count("]") and not is_open
+            is_open = line.rstrip().endswith("\\") or (line.count("[") > line.count("]") and not is_open)
         elif line.strip():
             is_open = False
             kept.append("")
@@ -83,7 +85,7 @@ def _is_record(line: str) -> bool:
 
 def line_records(text: str) -> Records:
     """Read ``Key=value`` records of ``scontrol show topology`` and topology.conf, in any order of keys."""
-    plain = _COMMENT.sub("", text).replace("\\\n", " ")
+    plain = _CONTINUED.sub("", _COMMENT.sub("", text))
     plain = _OPEN_LIST.sub(r"\1\2", plain)
     found = Records([])
     current: Record | None = None

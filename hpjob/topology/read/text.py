@@ -27,6 +27,8 @@ _ESCAPE = re.compile(
 _WRITTEN_OUT = re.compile(r"(?:\^\[|\\e|\\033|\\x1b|\\u001b)\[[0-9;]{0,20}m")
 _RESIDUE = re.compile(r"\[[0-9]{0,3}(?:;[0-9]{1,3}){0,4}m(?![a-z])")
 """A colour code that lost its escape byte in a paste."""
+_ENTITIES = (("&lt;", "<"), ("&gt;", ">"), ("&quot;", '"'), ("&#39;", "'"), ("&amp;", "&"))
+"""What a web page shows for characters of markup."""
 _EMPTY_LINES = re.compile(r"\n(?:[ \t]*\n){3,}")
 _DELETED = bytes([0x00, 0x0E, 0x0F, 0x7F])
 _CONTROL = bytes(0xFF if code < 32 and code not in (9, 10) else code for code in range(256))
@@ -97,10 +99,7 @@ def decode(data: bytes) -> str:
 
 def clean(text: str) -> str:
     """Return ``text`` without terminal codes, invisible characters, odd line ends and long gaps of empty lines."""
-    if "\\n" in text and text.count("\\n") > text.count("\n"):
-        text = text.replace("\\n", "\n").replace("\\t", "\t")  # a string of JSON or of a log
-    if "**" in text:
-        text = text.replace("**", "")
+    text = _unwrapped(text)
     for end in ("\r\n", "\r", "\x0b", "\x0c"):
         if end in text:
             text = text.replace(end, "\n")
@@ -115,6 +114,18 @@ def clean(text: str) -> str:
     if not text.isascii():
         text = _ODD.sub(lambda match: _REPLACED[match[0]], text)
     return _EMPTY_LINES.sub("\n\n\n", text)
+
+
+def _unwrapped(text: str) -> str:
+    """Undo what holds a listing: a string of JSON or of a log, the markup of a page."""
+    if "\\n" in text and text.count("\\n") > text.count("\n"):
+        text = text.replace("\\n", "\n").replace("\\t", "\t")
+    if "&lt;" in text or "&gt;" in text:
+        for mark, character in _ENTITIES:
+            text = text.replace(mark, character)
+    if "**" in text:
+        text = text.replace("**", "")
+    return text
 
 
 def by_number(names: list[str]) -> list[str]:
