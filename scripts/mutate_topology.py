@@ -176,6 +176,7 @@ def main() -> int:
     parser.add_argument("folder", type=Path, help="folder of samples, searched for *.txt and *.xml")
     parser.add_argument("--count", type=int, default=20_000)
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--start", type=int, default=0, help="make the mutants before this one without reading them")
     parser.add_argument("--keep", type=Path, help="folder for the first mutants that fail")
     arguments = parser.parse_args()
     samples = [path.read_bytes() for path in sorted(arguments.folder.rglob("*")) if path.suffix in (".txt", ".xml")]
@@ -191,6 +192,8 @@ def main() -> int:
             mutation = rng.choice(MUTATIONS)
             names.append(mutation.__name__)
             mutant = mutation(mutant, rng)
+        if number < arguments.start:
+            continue
         started = time.process_time()
         wrong = check(samples[at], mutant, readings[at])
         slowest = max(slowest, time.process_time() - started)
@@ -199,7 +202,8 @@ def main() -> int:
             print(f"mutant {number} ({'+'.join(names)}, {readings[at].kind}): {wrong}")
             if arguments.keep and sum(failures.values()) <= 50:
                 (arguments.keep / f"{number}.txt").write_bytes(mutant)
-    print(f"{arguments.count} mutants, {sum(failures.values())} wrong {dict(failures)}, slowest {slowest:.2f} s")
+    read = arguments.count - arguments.start
+    print(f"{read} mutants, {sum(failures.values())} wrong {dict(failures)}, slowest {slowest:.2f} s")
     return int(bool(failures))
 
 

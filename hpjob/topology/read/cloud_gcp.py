@@ -21,6 +21,8 @@ _PATH = re.compile(r"(?:^|[\s\"'=:])(/[\w-]{3,64}/[\w-]{3,64}(?:/[\w-]{3,64})?)(
 _MARK = re.compile(
     r"physicalHostTopology|physicalHost\b|physical_host\b|physicalTopology|reservation(?:Sub)?Block\b", re.I
 )
+_LABEL = re.compile(r"(?:cloud\.google\.com/gce-topology-|kubernetes\.io/(?=hostname))(\w*)")
+"""Labels of Kubernetes nodes name the same layers."""
 _INDENTED = re.compile(r"^[ \t]+(?:-[ \t]+)?[\"']?(?:cluster|block|sub[bB]lock|host|physicalHost)[\"']?[ \t]*:", re.M)
 _NAMES = (("name", "name"), ("instanceId", "instance_id"), ("id", "instance_id"))
 _HOST_KEYS = {"instanceid": "instance_id", "name": "name", "id": "instance_id", "hostname": "name"}
@@ -28,12 +30,16 @@ _HOST_KEYS = {"instanceid": "instance_id", "name": "name", "id": "instance_id", 
 
 def confidence(source: Source) -> float:
     """High when the physical topology or host is named."""
+    if "/gce-topology-" in source.text:
+        return 0.93
     marks = ("physicalhost", "physical_host", "physicaltopology", "reservationblock", "reservationsubblock")
     return 0.9 if any(mark in source.lower for mark in marks) and _MARK.search(source.text) else 0.0
 
 
 def read(source: Source) -> Reading:
     """Read a table of hosts, else keys and values in order."""
+    if "/gce-topology-" in source.text:
+        source = Source(_LABEL.sub(r"\1", source.text))
     found = _table(source) or _structured(source) or _records(_pairs(source))
     if is_elided(source.text):
         found.complete = False
@@ -72,9 +78,9 @@ def _structured(source: Source) -> CloudHosts | None:
     """Hosts of a JSON or indented YAML document; None when it shows none that way."""
     text = source.text
     loaded = load_json(text) if "{" in text else None
-    if loaded is None and _INDENTED.search(text):
+    if (loaded is None or not loaded[0]) and _INDENTED.search(text):
         loaded = (load_yaml(text), True)
-    if loaded is None or loaded[0] is None:
+    if loaded is None or not loaded[0]:
         return None
     found = CloudHosts("gcp", None, complete=loaded[1])
     for entry in walk(loaded[0]):

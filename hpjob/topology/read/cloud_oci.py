@@ -11,20 +11,23 @@ from hpjob.topology.read.structured import load_json, load_yaml, walk
 from hpjob.topology.read.text import Source
 
 TITLE = "OCI RDMA topology"
-_MARK = re.compile(r"rdmaTopologyData|HPCIslandId|hpc-island-id|hpcIslandId|LocalBlock|local-block-id|ocid1\.hpcisland")
+_MARKS = (
+    "rdmaTopologyData", "HPCIslandId", "hpc-island-id", "hpcIslandId", "LocalBlock", "local-block-id",
+    "ocid1.hpcisland", "rdma.hpc_island_id", "rdma.local_block_id",
+)  # fmt: skip
 _LAYERS = (
     ("customerhpcislandid", "computehpcislandid", "hpcislandid", "hpcisland"),
     ("customernetworkblock", "computenetworkblockid", "networkblockid", "networkblock"),
     ("customerlocalblock", "computelocalblockid", "localblockid", "localblock"),
 )
 _FABRIC = ("customergpumemoryfabric", "computegpumemoryfabricid", "gpumemoryfabricid", "gpumemoryfabric")
-_HOST = ("customerhostid", "computehostid", "hostid", "id")
+_HOST = ("customerhostid", "computehostid", "hostid", "id", "hostname")
 _INSTANCE = ("instanceid",)
 
 
 def confidence(source: Source) -> float:
     """High when islands or blocks of the RDMA network are there."""
-    return 0.93 if _MARK.search(source.text) else 0.0
+    return 0.93 if any(mark in source.text for mark in _MARKS) else 0.0
 
 
 def read(source: Source) -> Reading:
@@ -34,7 +37,7 @@ def read(source: Source) -> Reading:
     document, whole = loaded if loaded is not None else (load_yaml(source.text), True)
     found.complete &= whole
     for entry in walk(document):
-        fields = {re.sub(r"[^a-z]", "", str(key).lower()): value for key, value in entry.items()}
+        fields = {_field(str(key)): value for key, value in entry.items()}
         planes = fields.get("planes")
         if isinstance(planes, int):
             found.planes = planes
@@ -43,6 +46,11 @@ def read(source: Source) -> Reading:
         if fields.get("opcnextpage") or fields.get("nextpage"):
             found.complete = False
     return cloud_reading(found, TITLE)
+
+
+def _field(key: str) -> str:
+    """Labels of Kubernetes nodes have the fields' names behind a prefix."""
+    return re.sub(r"[^a-z]", "", re.sub(r"^[a-z.]+/(?:rdma\.)?", "", key.lower()))
 
 
 def _first(fields: dict[str, Any], keys: tuple[str, ...]) -> str | None:

@@ -66,6 +66,12 @@ def maximal_cliques(group: Sequence[int], linked: set[Pair]) -> list[list[int]]:
     return sorted(found, key=lambda clique: (-len(clique), clique))
 
 
+def largest_cliques(group: Sequence[int], linked: set[Pair], whole: bool | None) -> tuple[tuple[int, ...], ...]:
+    """The largest all-to-all sets of an island that is known not to be all-to-all; none for any other."""
+    cliques = maximal_cliques(group, linked) if whole is False else []
+    return tuple(tuple(clique) for clique in cliques if len(clique) == len(cliques[0]))
+
+
 def disjoint_cliques(group: Sequence[int], linked: set[Pair]) -> list[list[int]]:
     """Cover a component with disjoint cliques, the largest first."""
     left = set(group)

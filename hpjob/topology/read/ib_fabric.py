@@ -70,7 +70,8 @@ class Fabric:
 
     def __post_init__(self) -> None:
         self.neighbours: dict[NodeKey, list[NodeKey]] = {}
-        self._shown_by: dict[frozenset[End], set[NodeKey]] = {}
+        self._shown_by: dict[frozenset[End], NodeKey | None] = {}
+        """Cable -> the one node whose record shows it; None = both ends show it, or a line is sure of it."""
         self._hcas_of: dict[NodeKey, list[NodeKey]] = {}
 
     def node(self, key: NodeKey, is_switch: bool, description: str | None) -> IbNode:
@@ -90,9 +91,11 @@ class Fabric:
             there: The other end.
             sure: The line itself says that it belongs to this record.
         """
-        if here[0] != there[0]:
-            shown_by = self._shown_by.setdefault(frozenset((here, there)), set())
-            shown_by.update((here[0], there[0]) if sure else (here[0],))
+        if here[0] == there[0]:
+            return
+        cable = frozenset((here, there))
+        if sure or self._shown_by.setdefault(cable, here[0]) != here[0]:
+            self._shown_by[cable] = None
 
     def settle(self) -> None:
         """Take the cables that do not contradict each other.
@@ -100,21 +103,29 @@ class Fabric:
         A port has one cable. Where a port shows two, and everywhere in a record that lists a port
         twice, a cable counts only when both ends show it, or a line that says where it belongs.
         """
-        at: dict[End, list[frozenset[End]]] = {}
-        for cable in self._shown_by:
-            for end in cable:
-                at.setdefault(end, []).append(cable)
-        doubled = {end for end, cables in at.items() if len(cables) > 1}
-        mixed_up = {end[0] for end in doubled if sum(end[0] in self._shown_by[cable] for cable in at[end]) > 1}
+        doubled, mixed_up = self._contradictions()
         for cable, shown_by in self._shown_by.items():
-            suspect = self.disordered or any(end in doubled for end in cable) or bool(shown_by & mixed_up)
-            if suspect and len(shown_by) < 2:
+            if shown_by is not None and (self.disordered or shown_by in mixed_up or not doubled.isdisjoint(cable)):
                 self.contradicted += 1
                 continue
             self.cables.add(cable)
             (a, _), (b, _) = cable
             self.neighbours.setdefault(a, []).append(b)
             self.neighbours.setdefault(b, []).append(a)
+
+    def _contradictions(self) -> tuple[set[End], set[NodeKey]]:
+        """Ports with more than one cable, and nodes whose own record lists a port twice."""
+        seen: set[End] = set()
+        doubled: set[End] = set()
+        for cable in self._shown_by:
+            doubled |= seen & cable
+            seen |= cable
+        if not doubled:
+            return doubled, set()
+        shown: Counter[End] = Counter()
+        for cable, shown_by in self._shown_by.items():
+            shown.update(end for end in cable & doubled if shown_by is None or shown_by == end[0])
+        return doubled, {end[0] for end, count in shown.items() if count > 1}
 
     @cached_property
     def switches(self) -> list[IbNode]:
@@ -176,20 +187,22 @@ class Hosts:
     units: list[set[NodeKey]] = field(default_factory=list)
     """Leaves joined by named hosts."""
 
-    def unit_of(self, host: str) -> set[NodeKey]:
-        """Leaves of the unit that a host is in."""
-        first = next(iter(self.leaves_of[host]), None)
-        return next((unit for unit in self.units if first in unit), set())
+    @cached_property
+    def _unit_of_leaf(self) -> dict[NodeKey, set[NodeKey]]:
+        return {leaf: unit for unit in self.units for leaf in unit}
 
+    @cached_property
     def compute(self) -> list[str]:
         """Hosts with an adapter on every leaf of their unit."""
-        return [
-            host for host in self.leaves_of if host != "localhost" and set(self.leaves_of[host]) >= self.unit_of(host)
-        ]
+        return [host for host, leaves in self.leaves_of.items() if host != "localhost" and self._is_whole(leaves)]
+
+    def _is_whole(self, leaves: dict[NodeKey, list[str]]) -> bool:
+        unit = self._unit_of_leaf.get(next(iter(leaves), ("", "")), set())
+        return leaves.keys() >= unit
 
     def partial(self) -> list[str]:
         """Hosts with adapters on fewer leaves, sorted."""
-        whole = set(self.compute())
+        whole = set(self.compute)
         return sorted(host for host in self.leaves_of if host not in whole and host != "localhost")
 
 

@@ -13,11 +13,11 @@ from hpjob.topology.read.text import Source, by_number
 
 TITLE = "ibdev2netdev"
 _ROW = re.compile(
-    r"^(?P<left>.{0,400}?)\bport\s+(?P<port>[0-9]+)\s*(?:\(\w+\)\s*)?==>\s*(?P<interface>\S+)\s*\((?P<state>\w+)\)(?P<rest>.*)$"
+    r"^(?P<left>.{0,400}?)\bport\s+(?P<port>[0-9]+)\s*(?:\(\s*\w+\s*\)\s*)?==>\s*(?P<interface>\S+)\s*\((?P<state>\w+)\)(?P<rest>.*)$"
 )
 _PCI = re.compile(r"(?:[0-9a-f]{4}:)?[0-9a-f]{2}:[0-9a-f]{2}\.[0-9a-f]", re.I)
 _PLACE = re.compile(r"#.*?\b([0-9]{1,3})/([0-9]{1,3})\b")
-_ANY_ROW = re.compile(r"port\s+[0-9]+\s*(?:\(\w+\)\s*)?==>\s*\S+")
+_ANY_ROW = re.compile(r"port\s+[0-9]+\s*(?:\(\s*\w+\s*\)\s*)?==>\s*\S+")
 
 
 def confidence(source: Source) -> float:

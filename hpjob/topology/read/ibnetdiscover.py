@@ -26,12 +26,13 @@ _BETWEEN = re.compile(r"\s*(?:vendid|devid|sysimgguid|switchguid|caguid)=")
 _QUOTED = re.compile(r"\"([^\"]*)\"")
 _RATE = re.compile(r"\b([0-9]{1,2})x\s?([A-Z]{3}[0-9]{0,3})\b")
 _LID = re.compile(r"\blid\s+([0-9]+)")
-_PORT_GUID = re.compile(r"\"(H-[^\"\s]{1,80})\"\[([0-9]{1,4})\](?:\[[^\]]{0,20}\])?\(([^)]{0,40})\)")
-_CA_ID = re.compile(r"\bCa\s+[0-9]{1,4}\s+\"(H-[0-9a-fA-F]{1,16})\"")
+_PORT_GUID = re.compile(r"\"(H-[^\"\s]{1,80})\"\[([0-9]{1,4})\](?:\[[^\]\n]{0,20}\])?\(([^)\n]{0,40})\)")
+_CA_ID = re.compile(r"Ca[ \t]+[0-9]{1,4}[ \t]+\"(H-[0-9a-fA-F]{1,16})\"")
 _HEX = re.compile(r"[0-9a-fA-F]{1,16}")
 _GUIDS_OF_A_CARD = 16
 _BROKEN_ID = re.compile(r"[SHR]-(?:[0-9a-fA-F]{0,15}|[0-9a-fA-F]{17,})")
 """Ids have 16 digits; one with fewer or more was cut or glued."""
+_WHOLE_ID = 18
 _REDACTED = re.compile(r"\"[SHR]-[0-9A-Za-z]{0,16}(<[^>\"\n]{1,40}>)")
 """An author hides ids with one mark; another mark in the same text is that one, cut and glued."""
 _HEX_ID = re.compile(r"[SHR]-[0-9a-fA-F]+")
@@ -67,22 +68,18 @@ def read(source: Source) -> Reading:
 def parse_fabric(source: Source) -> Fabric:
     """Build the fabric; a port line belongs to the record above it."""
     fabric = Fabric()
-    guids = {
-        (m[1], int(m[2])): m[3] for line in source.lines if '"H-' in line for m in _PORT_GUID.finditer(line[:2000])
-    }
-    nodes = {node_id for node_id, _ in guids} | {
-        m[1] for line in source.lines if '"H-' in line for m in [_CA_ID.search(line[:200])] if m
-    }
+    guids = {(node_id, int(port)): guid for node_id, port, guid in _PORT_GUID.findall(source.text)}
+    nodes = {node_id for node_id, _ in guids}.union(_CA_ID.findall(source.text))
     marks = Counter(_REDACTED.findall(source.text)) if "<" in source.text else Counter()
     odd = tuple(mark for mark in marks if mark != marks.most_common(1)[0][0])
     current: NodeKey | None = None
     ends_at_blank = not _is_double_spaced(source.lines)
     for line in source.lines:
         if '"' not in line or len(line) > 2000:
-            if _BETWEEN.match(line) or (ends_at_blank and not line.strip()):
+            if ("=" in line and _BETWEEN.match(line)) or (ends_at_blank and not line.strip()):
                 current = None
             continue
-        node = _NODE.match(line)
+        node = None if line[0] == "[" and line[1:2].isdecimal() else _NODE.match(line)
         if node:
             current = None if _is_broken(node[3]) or node[3].endswith(odd) else _record(fabric, node)
             continue
@@ -135,14 +132,8 @@ def _comment(comment: str) -> tuple[str | None, str, tuple[int, str] | None]:
     return quoted[1] if quoted else None, behind, (int(rate[1]), rate[2]) if rate else None
 
 
-@lru_cache(maxsize=8192)
 def _is_broken(node_id: str) -> bool:
-    return _BROKEN_ID.fullmatch(node_id) is not None
-
-
-@lru_cache(maxsize=8192)
-def _is_whole(node_id: str) -> bool:
-    return _HEX_ID.fullmatch(node_id) is not None
+    return len(node_id) != _WHOLE_ID and _BROKEN_ID.fullmatch(node_id) is not None
 
 
 def _owns(node_id: str, port: int, guid: str, guids: dict[tuple[str, int], str], nodes: set[str]) -> bool | None:
@@ -170,7 +161,7 @@ def _lid(text: str | None) -> str:
 
 def _key(node_id: str, description: str | None, comment: str) -> NodeKey:
     """Ids that an author redacted are equal for different nodes; the description tells them apart, else the lid."""
-    if _is_whole(node_id):
+    if _HEX_ID.fullmatch(node_id):
         return (node_id, "")
     return (node_id, (description or "").strip() or _lid(comment))
 
@@ -196,7 +187,7 @@ def _facts(fabric: Fabric, hosts: Hosts) -> Facts:
         "hca_records": len(records),
         "hcas_of_switch": _summed({key: count for key, count in adapters.items() if count}),
         "hosts_named": len(hosts.names),
-        "compute_hosts": len(hosts.compute()),
+        "compute_hosts": len(hosts.compute),
         "not_compute": hosts.partial(),
         "undescribed_hcas": sum(hca.is_undescribed for hca in hcas),
         "aggregation_nodes": sum(node.is_aggregation for node in fabric.nodes.values()),
@@ -226,7 +217,7 @@ def _rail_facts(fabric: Fabric, hosts: Hosts) -> Facts:
     units: Counter[str] = Counter()
     votes: dict[str, Counter[int]] = {}
     places: list[tuple[str, str, int]] = []
-    for host in hosts.compute():
+    for host in hosts.compute:
         here = [(grid[leaf], devices) for leaf, devices in hosts.leaves_of[host].items() if leaf in grid]
         if here:
             units[Counter(unit for (_, unit), _ in here).most_common(1)[0][0]] += 1

@@ -15,7 +15,8 @@ _ROW = re.compile(
     r"^\s*(CA|SW|RT)\s+([0-9]+)\s+([0-9]+)\s+(0x[0-9a-fA-F<>a-z]+)\s+([0-9]+x|\?\?x)\s+(\S+)"
     r"(?:\s+-\s+(CA|SW|RT)\s+([0-9]+)\s+([0-9]+)\s+(0x[0-9a-fA-F<>a-z]+))?\s*(.*)$"
 )
-_ANY_ROW = re.compile(r"^[ \t]*(?:CA|SW)[ \t]+[0-9]+[ \t]+[0-9]+[ \t]+0x[0-9a-f]+[ \t]+[0-9?]+x[ \t]", re.M | re.I)
+_ANY_ROW = re.compile(r"^[ \t]*(?:CA|SW)[ \t]+[0-9]+[ \t]+[0-9]+[ \t]+0x[0-9a-fA-F]+[ \t]+[0-9?]+x[ \t]", re.M)
+_KINDS = ("CA ", "CA\t", "SW ", "SW\t")
 _QUOTED = re.compile(r"'([^']*)'")
 
 
@@ -33,7 +34,7 @@ class _End:
 
 def confidence(source: Source) -> float:
     """High when port rows are there."""
-    return 0.95 if "0x" in source.text and _ANY_ROW.search(source.text) else 0.0
+    return 0.95 if any(kind in source.text for kind in _KINDS) and _ANY_ROW.search(source.text) else 0.0
 
 
 def read(source: Source) -> Reading:

@@ -11,8 +11,9 @@ from hpjob.topology.read.text import Source
 TITLE = "ibsim network"
 _NODE = re.compile(r"^\s*(Switch|Hca|Ca|Rt)\s+([0-9]{1,4})\s+\"([^\"]{1,200})\"")
 _PORT = re.compile(r"^\s*\[([0-9]{1,4})\](?:\([^)]{0,40}\))?\s*\"([^\"]{1,200})\"\s*\[([0-9]{1,4})\]")
-_HCA = re.compile(r"^[ \t]*Hca[ \t]+[0-9]+[ \t]+\"", re.M)
-_PLAIN_SWITCH = re.compile(r"^[ \t]*Switch[ \t]+[0-9]+[ \t]+\"(?!S-)", re.M)
+_HCA = re.compile(r"[ \t]*Hca[ \t]+[0-9]+[ \t]+\"")
+_PLAIN_SWITCH = re.compile(r"[ \t]*Switch[ \t]+[0-9]+[ \t]+\"(?!S-)")
+_MAX_CANDIDATES = 20_000
 End = tuple[str, int]
 
 
@@ -20,9 +21,9 @@ def confidence(source: Source) -> float:
     """Certain when the Hca keyword or plain node ids are there, which ibnetdiscover never prints."""
     if '"' not in source.text or ("Hca" not in source.text and "Switch" not in source.text):
         return 0.0
-    if _HCA.search(source.text):
+    if any(_HCA.match(line) for _, line in source.lines_with("Hca", _MAX_CANDIDATES)):
         return 0.97
-    return 0.93 if _PLAIN_SWITCH.search(source.text) else 0.0
+    return 0.93 if any(_PLAIN_SWITCH.match(line) for _, line in source.lines_with("Switch", _MAX_CANDIDATES)) else 0.0
 
 
 def read(source: Source) -> Reading:

@@ -10,7 +10,7 @@ from typing import Literal
 from hpjob.topology.read.graph import Pair, all_linked, islands
 from hpjob.topology.read.xml_elements import Element
 
-_PLACEHOLDER = re.compile(r"f+:ff:ff\.f?0?", re.I)
+_PLACEHOLDER = re.compile(r"f+(?::f+){1,3}(?:\.[f0])?", re.I)
 
 
 @dataclass

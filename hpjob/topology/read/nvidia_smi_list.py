@@ -11,13 +11,17 @@ from hpjob.topology.read.text import Source
 
 TITLE = "nvidia-smi -L"
 _MIG = re.compile(r"\bMIG\s+(\S+)\s+Device\s+([0-9]+)\s*:")
+_BARE_GPU = re.compile(r"^[ \t]*GPU[ \t]+[0-9]{1,4}[ \t]*:[ \t]*(?:NVIDIA|Tesla|GeForce|Quadro|AMD)\b", re.M)
+"""As environment reports print it, without the UUID."""
 _ANY_GPU = re.compile(r"(?:^|[\s>|:\]])GPU[ \t]+[0-9]{1,4}[ \t]*:.{0,200}UUID", re.M)
 
 
 def confidence(source: Source) -> float:
     """High when GPU lines carry UUIDs and no link lines follow."""
-    if "UUID" not in source.text or "GPU" not in source.text or not _ANY_GPU.search(source.text):
+    if "GPU" not in source.text:
         return 0.0
+    if "UUID" not in source.text or not _ANY_GPU.search(source.text):
+        return 0.4 if _BARE_GPU.search(source.text) else 0.0
     if "NVLink" in source.text or (
         "Link" in source.text and re.search(r"^[^\w\n]{0,40}Link[ \t]+[0-9]+[ \t]*[:,]", source.text, re.M)
     ):

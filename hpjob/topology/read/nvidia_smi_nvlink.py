@@ -30,6 +30,8 @@ class _Links:
     remote: dict[int, tuple[str, int | None]] = field(default_factory=dict)
     rows: set[int] = field(default_factory=set)
     inactive: bool = False
+    dead: set[int] = field(default_factory=set)
+    """Links that are said to be inactive while others of the GPU are not."""
     cut: bool = False
 
 
@@ -60,13 +62,19 @@ def read(source: Source) -> Reading:
         "remote_links": {str(gpu): _remote_counts(found) for gpu, found in links.items()} if remote_seen else None,
         "remote_kind": _remote_kind(links) if remote_seen else None,
     }
-    notes = [f"GPU {gpu} says that its links are inactive" for gpu, found in links.items() if found.inactive]
+    notes = [_inactive_note(gpu, found) for gpu, found in links.items() if found.inactive]
     if len(speeds) > 1:
         notes.append(f"links differ in speed: {', '.join(f'{speed:g}' for speed in sorted(speeds))} GB/s")
     gpus = tuple(Gpu(index=block.index, model=block.name or None) for block in blocks)
     node = Node(name=LOCAL_NODE, gpus=gpus, islands=_no_islands(links))
     topology = Topology(nodes=(node,), source=TITLE, notes=tuple(notes), sources={f"nodes.{LOCAL_NODE}.gpus": TITLE})
     return Reading(kind="nvlink", facts=facts, topology=topology, notes=tuple(notes))
+
+
+def _inactive_note(gpu: int, found: _Links) -> str:
+    if not found.rows:
+        return f"GPU {gpu} says that its links are inactive"
+    return f"GPU {gpu}: link {', '.join(map(str, sorted(found.dead)))} inactive"
 
 
 def _links(block: GpuLines) -> _Links:
@@ -79,6 +87,7 @@ def _links(block: GpuLines) -> _Links:
         link, rest = int(match[1]), match[2]
         if _INACTIVE.search(rest):
             found.inactive = True
+            found.dead.add(link)
             continue
         speed = _SPEED.search(rest)
         remote = _REMOTE.search(rest)

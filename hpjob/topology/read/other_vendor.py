@@ -8,7 +8,7 @@ from itertools import combinations
 
 from hpjob.topology.model import Gpu, Island, Node, Topology
 from hpjob.topology.read.affinity import read_affinity
-from hpjob.topology.read.graph import Pair, all_linked, islands
+from hpjob.topology.read.graph import Pair, all_linked, islands, largest_cliques
 from hpjob.topology.read.reading import LOCAL_NODE, Facts, Reader, Reading
 from hpjob.topology.read.text import Source
 from hpjob.topology.read.topo_header import PCIE_LEVELS, TOPO_WORDS, Vocabulary
@@ -55,14 +55,17 @@ def read(source: Source) -> Reading:
     node = Node(
         name=LOCAL_NODE,
         gpus=tuple(Gpu(index=g, numa=n if isinstance(n, int) else None) for g, n in zip(gpus, numa, strict=True)),
-        islands=tuple(
-            Island(kind="nvlink", gpus=tuple(group), all_to_all=all_linked(group, linked)) for group in groups
-        ),
+        islands=tuple(_island(group, linked) for group in groups),
     )
     notes = (*matrix.notes, f"{word} is taken for the vendor's own link") if word else tuple(matrix.notes)
     sources = {f"nodes.{LOCAL_NODE}.{name}": TITLE for name in ("gpus", "islands")}
     topology = Topology(nodes=(node,), source=TITLE, notes=notes, sources=sources)
     return Reading(kind="other_vendor", facts=facts, topology=topology, notes=notes)
+
+
+def _island(group: list[int], linked: set[Pair]) -> Island:
+    whole = all_linked(group, linked)
+    return Island(kind="nvlink", gpus=tuple(group), all_to_all=whole, cliques=largest_cliques(group, linked, whole))
 
 
 def _normalised(source: Source) -> Source:

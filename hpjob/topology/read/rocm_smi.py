@@ -9,8 +9,9 @@ import re
 from dataclasses import dataclass, field
 
 from hpjob.topology.model import Gpu, Island, Link, Node, Topology
-from hpjob.topology.read.graph import Pair, all_linked, islands
+from hpjob.topology.read.graph import Pair, all_linked, islands, largest_cliques
 from hpjob.topology.read.reading import LOCAL_NODE, Facts, Reader, Reading
+from hpjob.topology.read.rocm_json import Tables, json_tables, looks_like_json
 from hpjob.topology.read.text import Source
 
 TITLE = "rocm-smi --showtopo"
@@ -23,6 +24,11 @@ _TITLES = (
     ("type", re.compile(r"\blink[ _]type\b", re.I)),
     ("other", re.compile(r"bandwidth|access|accessible|coherent|atomics|\bDMA\b|bi-?directional", re.I)),
 )
+_TITLE_WORDS = (
+    "weight", "hops", "link type", "link_type", "bandwidth", "access", "coherent", "atomics", "dma", "directional",
+    "numa nodes", "end of rocm", "(topology)",
+)  # fmt: skip
+"""One of them stands in every line that begins or ends a table."""
 _TABLE_END = re.compile(r"numa nodes|end of rocm|\(Topology\)", re.I)
 _ANY = re.compile(r"ROCm System Management|between two GPUs|\(Topology\)\s*Numa|(?:WEIGHT|HOPS|LINK TYPE) TABLE", re.I)
 _TYPE_WORD = re.compile(r"[A-Za-z][A-Za-z0-9_/]{1,20}")
@@ -38,11 +44,39 @@ class _Table:
 def confidence(source: Source) -> float:
     """High when a title or a NUMA line of the tool is there."""
     marks = ("rocm system", "between two gpus", "(topology)", " table")
+    if looks_like_json(source.text):
+        return 0.95
     return 0.95 if any(mark in source.lower for mark in marks) and _ANY.search(source.text) else 0.0
 
 
 def read(source: Source) -> Reading:
     """Read every table that is there; parts that the text lacks are null."""
+    found = json_tables(source.text) if looks_like_json(source.text) else None
+    if found is None:
+        found = _text_tables(source)
+    gpus = sorted(found.gpus)
+    linked = _linked(found.types)
+    by_type: dict[str, set[int]] = {}
+    for pair, word in found.types.items():
+        if pair in found.hops:
+            by_type.setdefault(word, set()).add(found.hops[pair])
+    there = found.there
+    facts: Facts = {
+        "gpus": len(gpus),
+        "link_types": sorted(set(found.types.values())) if "type" in there else None,
+        "xgmi_islands": islands(gpus, linked) if "type" in there else None,
+        "weight": sorted(set(found.weights.values())) if "weight" in there else None,
+        "hops": sorted(set(found.hops.values())) if "hops" in there else None,
+        "hops_by_type": None
+        if len(gpus) == 1 or not {"type", "hops"} <= there
+        else {word: sorted(by_type[word]) for word in sorted(by_type)},
+        "numa_of_gpu": [found.numa.get(gpu) for gpu in gpus] if found.numa else None,
+    }
+    notes = _notes(gpus, found.types, found.weights)
+    return Reading(kind="rocm", facts=facts, topology=_topology(gpus, found, linked, notes), notes=tuple(notes))
+
+
+def _text_tables(source: Source) -> Tables:
     tables = _tables(source)
     numa = {
         int(match[1]): int(match[2])
@@ -50,51 +84,35 @@ def read(source: Source) -> Reading:
         if "opology" in line
         for match in _NUMA.finditer(line[:500])
     }
-    labels = list(dict.fromkeys(label for table in tables.values() for label in table.columns))
-    index = _indices(labels)
-    gpus = sorted(set(index.values()) | set(numa))
-    types = _pairs(tables.get("type"), index)
-    linked = _linked(types)
-    weights, hops = _numbers(tables.get("weight"), index), _numbers(tables.get("hops"), index)
-    by_type: dict[str, set[int]] = {}
-    for pair, word in types.items():
-        if pair in hops:
-            by_type.setdefault(word, set()).add(hops[pair])
-    single = len(gpus) == 1
-    facts: Facts = {
-        "gpus": len(gpus),
-        "link_types": sorted(set(types.values())) if "type" in tables else None,
-        "xgmi_islands": islands(gpus, linked) if "type" in tables else None,
-        "weight": sorted(set(weights.values())) if "weight" in tables else None,
-        "hops": sorted(set(hops.values())) if "hops" in tables else None,
-        "hops_by_type": None
-        if single or not {"type", "hops"} <= set(tables)
-        else {word: sorted(by_type[word]) for word in sorted(by_type)},
-        "numa_of_gpu": [numa.get(gpu) for gpu in gpus] if numa else None,
-    }
-    notes = _notes(gpus, types, weights)
-    topology = _topology(gpus, numa, linked, types, weights, "type" in tables, notes)
-    return Reading(kind="rocm", facts=facts, topology=topology, notes=tuple(notes))
+    index = _indices(list(dict.fromkeys(label for table in tables.values() for label in table.columns)))
+    return Tables(
+        gpus=set(index.values()) | set(numa),
+        types=_pairs(tables.get("type"), index),
+        weights=_numbers(tables.get("weight"), index),
+        hops=_numbers(tables.get("hops"), index),
+        numa=numa,
+        there=set(tables),
+    )
 
 
 def _tables(source: Source) -> dict[str, _Table]:
     found: dict[str, _Table] = {}
     kind: str | None = None
     table: _Table | None = None
-    for line in source.lines:
-        if len(line) > 20_000:
+    titled = source.lines_holding(_TITLE_WORDS)
+    for number, line in enumerate(source.lines):
+        if len(line) > 20_000 or (number not in titled and "GPU" not in line and ":" not in line):
             continue
         words = line.split()
-        header = [word for word in words if _LABEL.fullmatch(word)]
-        if words and len(header) == len(words) and (len(words) > 1 or table is None):
-            table = _Table(kind or "untitled", header)
+        labelled = bool(words) and _LABEL.fullmatch(words[0]) is not None
+        if labelled and (len(words) > 1 or table is None) and all(_LABEL.fullmatch(word) for word in words):
+            table = _Table(kind or "untitled", words)
             continue
-        if table is not None and len(words) > 1 and _LABEL.fullmatch(words[0]):
-            _add_row(table, words)
-            if table.kind == "untitled":
-                table.kind = _guess_kind(table)
-            if table.kind not in found or found[table.kind] is table:
-                found[table.kind] = table
+        if table is not None and labelled and len(words) > 1:
+            if len(words) <= len(table.columns) + 1:
+                _take_row(table, words, found)
+            continue
+        if number not in titled:
             continue
         title = next((name for name, pattern in _TITLES if pattern.search(line)), None)
         if title is not None and not _TABLE_END.search(line):
@@ -104,9 +122,13 @@ def _tables(source: Source) -> dict[str, _Table]:
     return found
 
 
-def _add_row(table: _Table, words: list[str]) -> None:
+def _take_row(table: _Table, words: list[str], found: dict[str, _Table]) -> None:
+    """Add a row; the first table of a kind holds."""
     for column, cell in zip(table.columns, words[1:], strict=False):
         table.cells.setdefault((words[0], column), cell)
+    if table.kind == "untitled":
+        table.kind = _guess_kind(table)
+    found.setdefault(table.kind, table)
 
 
 def _guess_kind(table: _Table) -> str:
@@ -164,35 +186,31 @@ def _notes(gpus: list[int], types: dict[Pair, str], weights: dict[Pair, int]) ->
     return []
 
 
-def _topology(
-    gpus: list[int],
-    numa: dict[int, int],
-    linked: set[Pair],
-    types: dict[Pair, str],
-    weights: dict[Pair, int],
-    has_types: bool,
-    notes: list[str],
-) -> Topology | None:
+def _topology(gpus: list[int], tables: Tables, linked: set[Pair], notes: list[str]) -> Topology | None:
     if not gpus:
         return None
+    weights, types = tables.weights, tables.types
     direct = {pair for pair in linked if weights.get(pair, DIRECT_XGMI_WEIGHT) == DIRECT_XGMI_WEIGHT}
-    groups = islands(gpus, linked)
-    found = tuple(
-        Island(kind="xgmi", gpus=tuple(group), all_to_all=all_linked(group, direct) if weights else None)
-        for group in groups
-    )
+    found = tuple(_island(group, direct, seen=bool(weights)) for group in islands(gpus, linked))
     links = tuple(
         Link(a=a, b=b, linked=(a, b) in direct) for a, b in sorted(types) if a < b and (weights or (a, b) not in linked)
     )
+    numa = {gpu: node for gpu, node in tables.numa.items() if node >= 0}
     node = Node(
         name=LOCAL_NODE,
         gpus=tuple(Gpu(index=gpu, numa=numa.get(gpu)) for gpu in gpus),
-        islands=found if has_types else None,
-        links=links if has_types else None,
+        islands=found if "type" in tables.there else None,
+        links=links if "type" in tables.there else None,
     )
     names = ("gpus", "islands", "links")
     sources = {f"nodes.{LOCAL_NODE}.{name}": TITLE for name in names}
     return Topology(nodes=(node,), source=TITLE, notes=tuple(notes), sources=sources)
+
+
+def _island(group: list[int], direct: set[Pair], *, seen: bool) -> Island:
+    """Without weights it cannot be told which pairs are direct."""
+    whole = all_linked(group, direct) if seen else None
+    return Island(kind="xgmi", gpus=tuple(group), all_to_all=whole, cliques=largest_cliques(group, direct, whole))
 
 
 READER = Reader(kind="rocm", title=TITLE, confidence=confidence, read=read)

@@ -16,7 +16,12 @@ TITLE = "Slurm node records"
 _RECORD = re.compile(r"(?:^|(?<=\s))NodeName=(\S+)")
 _PAIR = re.compile(r"(?:^|(?<=\s))([A-Za-z]{2,24})=(\S*)")
 _GRES_GPU = re.compile(r"gpu(?::([A-Za-z][\w.-]*))?(?::([0-9]+))?(?:\(|,|$)")
-_SINFO_HEADER = re.compile(r"^[ \t]*(?:PARTITION[ \t]+AVAIL.*NODELIST|NODELIST[ \t]+NODES|HOSTNAMES[ \t])", re.M)
+_SINFO_COLUMNS = (
+    "PARTITION", "AVAIL", "TIMELIMIT", "NODES", "STATE", "CPUS", "MEMORY", "GRES", "GRES_USED", "S:C:T", "REASON",
+    "AVAIL_FEATURES", "ACTIVE_FEATURES", "TMP_DISK", "WEIGHT", "CPUS(A/I/O/T)", "NODES(A/I/O/T)", "FREE_MEM",
+)  # fmt: skip
+_NAMES = ("NODELIST", "HOSTNAMES")
+_MAX_CANDIDATES = 5_000
 _JSON_NODES = re.compile(r"\"(?:nodes|sinfo)\"\s*:\s*\[")
 MAX_GPUS = 64
 UNUSABLE = (
@@ -46,7 +51,7 @@ def confidence(source: Source) -> float:
     """High when node records or a sinfo table are there."""
     if "NodeName=" in source.text and re.search(r"NodeName=\S+\s+(?:Arch=|CoresPerSocket=|Name=|State=)", source.text):
         return 0.92
-    if ("NODELIST" in source.text or "HOSTNAMES" in source.text) and _SINFO_HEADER.search(source.text):
+    if any(_columns(line) for name in _NAMES for _, line in source.lines_with(name, _MAX_CANDIDATES)):
         return 0.9
     has_json = '"nodes"' in source.text or '"sinfo"' in source.text
     if (
@@ -56,6 +61,16 @@ def confidence(source: Source) -> float:
     ):
         return 0.9
     return 0.4 if "NodeName=" in source.text and _RECORD.search(source.text) else 0.0
+
+
+def _columns(line: str) -> tuple[str, list[str]] | None:
+    """Separator and names of a header of sinfo: a column of host names and another that sinfo has."""
+    if len(line) > 1000:
+        return None
+    separator = "|" if "|" in line else ""
+    names = [name.strip() for name in (line.split("|") if separator else line.split())]
+    known = any(name in names for name in _NAMES) and any(name in _SINFO_COLUMNS for name in names)
+    return (separator, names) if known else None
 
 
 def read(source: Source) -> Reading:
@@ -116,7 +131,9 @@ def _read_records(text: str) -> dict[str, _NodeFacts]:
     starts = list(_RECORD.finditer(text))
     for match, following in zip(starts, [*starts[1:], None], strict=True):
         body = text[match.start() : following.start() if following else len(text)]
-        values = {m[1].lower(): m[2] for m in _PAIR.finditer(body[:20_000])}
+        values: dict[str, str] = {}
+        for pair in _PAIR.finditer(body[:20_000]):
+            values.setdefault(pair[1].lower(), pair[2])  # a reason or a comment may hold anything behind
         node = _NodeFacts(
             gres=values.get("gres") if "gres" in values else None,
             cpus=_number(values.get("cputot", values.get("cpus"))),
@@ -183,14 +200,17 @@ def _read_entry(entry: dict[str, Any], found: dict[str, _NodeFacts]) -> None:
 
 def _read_sinfo(source: Source) -> dict[str, _NodeFacts]:
     """Any table of sinfo whose header names its columns."""
-    columns: list[str] = []
+    header: tuple[str, list[str]] | None = None
     found: dict[str, _NodeFacts] = {}
     for line in source.lines:
-        words = line.split() if len(line) < 200_000 else []
-        if "NODELIST" in words or "HOSTNAMES" in words:
-            columns = words
+        if len(line) > 200_000:
             continue
-        if not columns or len(words) < len(columns):
+        header = (_columns(line) if any(name in line for name in _NAMES) else None) or header
+        if header is None:
+            continue
+        separator, columns = header
+        words = [word.strip() for word in line.split("|")] if separator else line.split()
+        if len(words) < len(columns) or words[: len(columns)] == columns:
             continue
         row = dict(zip(columns, words, strict=False))
         names = expand_hosts(row.get("NODELIST", row.get("HOSTNAMES", ""))) or []

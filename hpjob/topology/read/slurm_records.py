@@ -15,11 +15,23 @@ _KINDS: dict[str, RecordKind] = {
     "ringname": "ring",
     "torusname": "torus",
 }
+_FIELDS = {
+    "level": "level",
+    "linkspeed": "link_speed",
+    "nodes": "nodes",
+    "switches": "children",
+    "children": "children",
+    "blocksize": "size",
+    "ringsize": "size",
+}
 _PAIR = re.compile(r"(?<![A-Za-z0-9_])([A-Za-z]{4,20})=([^\s#]*)")
 _COMMENT = re.compile(r"(?:^|(?<=\s))#[^\n]*")
 _ORIGINAL = re.compile(r"^[ \t]*#[ \t]*([^\s=]{1,200})=(\S.{0,400})$", re.M)
-_KEY = re.compile(r"(?:Name|Block|Nodes|Switches|Level|Speed|Size|Sizes|Index)=|^\s*#", re.I)
+_KEYS = ("Name", "Block", "Nodes", "Switches", "Children", "Level", "Speed", "Size", "Sizes", "Index")
+_KEY = re.compile(rf"=(?=\S|$)(?:{'|'.join(f'(?<={key}=)' for key in _KEYS)})", re.I)
+"""Begins with what is rare, so that a long text without records is searched fast."""
 _ELISION_MARKS = (".", "…")
+_CONTINUED = re.compile(r"\\[ \t]*\n")
 _OPEN_LIST = re.compile(r"(\[[0-9,-]*)\n[ \t]*([0-9,-]+\])")
 _PYSLURM = re.compile(r"u?['\"]([^'\"]{1,200})['\"]\s*:\s*\{([^{}]{0,2000000})(\}?)")
 _END_MARKS = " \t\n.…"
@@ -58,18 +70,22 @@ def relevant_lines(lines: list[str]) -> str:
     kept: list[str] = []
     is_open = False
     for line in lines:
-        if is_open or ("=" in line and _KEY.search(line)) or line.lstrip()[:1] in _ELISION_MARKS:
+        if is_open or ("=" in line and _is_record(line)) or line.lstrip()[:1] in _ELISION_MARKS:
             kept.append(line)
-            is_open = line.count("[") > line.count("]") and not is_open
+            is_open = line.rstrip().endswith("\\") or (line.count("[") > line.count("]") and not is_open)
         elif line.strip():
             is_open = False
             kept.append("")
     return "\n".join(kept)
 
 
+def _is_record(line: str) -> bool:
+    return _KEY.search(line) is not None or line.lstrip()[:1] == "#"
+
+
 def line_records(text: str) -> Records:
     """Read ``Key=value`` records of ``scontrol show topology`` and topology.conf, in any order of keys."""
-    plain = _COMMENT.sub("", text).replace("\\\n", " ")
+    plain = _CONTINUED.sub("", _COMMENT.sub("", text))
     plain = _OPEN_LIST.sub(r"\1\2", plain)
     found = Records([])
     current: Record | None = None
@@ -91,17 +107,11 @@ def line_records(text: str) -> Records:
 
 
 def _set(record: Record, key: str, value: str) -> None:
+    """A key that comes again stands in no record; the first value holds."""
     number = int(value) if value.isdecimal() and len(value) < 12 else None
-    if key == "level":
-        record.level = number
-    elif key == "linkspeed":
-        record.link_speed = number
-    elif key == "nodes":
-        record.nodes = value
-    elif key == "switches":
-        record.children = value
-    elif key in ("blocksize", "ringsize"):
-        record.size = number
+    name = _FIELDS.get(key)
+    if name is not None and getattr(record, name) is None:
+        setattr(record, name, value if name in ("nodes", "children") else number)
 
 
 def _mark_end(found: Records, last: Record, plain: str, end: re.Match[str]) -> None:

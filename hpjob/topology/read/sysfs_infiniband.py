@@ -1,4 +1,4 @@
-"""``/sys/class/infiniband`` flattened to ``path: value`` lines, as ``grep -r .`` prints it."""
+"""``/sys/class/infiniband`` as ``path: value`` lines (``grep -r .``) or under ``==> path <==`` (``head``, ``tail``)."""
 
 from __future__ import annotations
 
@@ -10,9 +10,10 @@ from hpjob.topology.read.text import Source, by_number
 
 TITLE = "/sys/class/infiniband"
 _ROW = re.compile(
-    r"^[\s./]*(?:sys/class/infiniband/)?([A-Za-z][\w.-]{1,40})/ports/([0-9]+)/(rate|state|link_layer|phys_state)\s*[:=](.*)$"
+    r"^[\s./]*(?:sys/\S{0,200}infiniband/)?([A-Za-z][\w.-]{1,40})/ports/([0-9]+)/(rate|state|link_layer|phys_state)\s*[:=](.*)$"
 )
-_ANY = re.compile(r"/ports/[0-9]+/(?:rate|state|link_layer)\s*[:=]")
+_TITLE = re.compile(r"^==>\s*(\S{1,300}/ports/[0-9]+/\w+)\s*<==\s*$")
+_ANY = re.compile(r"/ports/[0-9]+/(?:rate|state|link_layer)\s*(?:[:=]|<==)")
 
 
 def confidence(source: Source) -> float:
@@ -24,8 +25,15 @@ def read(source: Source) -> Reading:
     """Read the first port of every device."""
     values: dict[str, dict[str, str]] = {}
     ports: dict[str, str] = {}
+    path = ""
     for line in source.lines:
-        match = _ROW.match(line) if "/ports/" in line and len(line) < 500 else None
+        title = _TITLE.match(line) if line[:3] == "==>" and len(line) < 500 else None
+        if title:
+            path = title[1]
+            continue
+        row = f"{path}: {line}" if path else line
+        path = "" if line.strip() else path
+        match = _ROW.match(row) if "/ports/" in row and len(row) < 900 else None
         if match is None:
             continue
         device, port, key, value = match.groups()

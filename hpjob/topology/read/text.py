@@ -7,8 +7,10 @@ holds it is known by no reader and counts as not seen.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
+from bisect import bisect_right
+from collections.abc import Iterable, Iterator
 from functools import cached_property
+from itertools import accumulate
 from typing import Any
 
 _BOMS = (
@@ -25,15 +27,17 @@ _ESCAPE = re.compile(
 _WRITTEN_OUT = re.compile(r"(?:\^\[|\\e|\\033|\\x1b|\\u001b)\[[0-9;]{0,20}m")
 _RESIDUE = re.compile(r"\[[0-9]{0,3}(?:;[0-9]{1,3}){0,4}m(?![a-z])")
 """A colour code that lost its escape byte in a paste."""
+_ENTITIES = (("&lt;", "<"), ("&gt;", ">"), ("&quot;", '"'), ("&#39;", "'"), ("&amp;", "&"))
+"""What a web page shows for characters of markup."""
 _EMPTY_LINES = re.compile(r"\n(?:[ \t]*\n){3,}")
 _DELETED = bytes([0x00, 0x0E, 0x0F, 0x7F])
 _CONTROL = bytes(0xFF if code < 32 and code not in (9, 10) else code for code in range(256))
 """Maps control bytes to one that is no UTF-8, which decodes to U+FFFD."""
-_REPLACED = (
-    *((mark, "") for mark in "\u200b\u200c\u200d\u2060\ufeff"),
-    *((mark, " ") for mark in "\u00a0\u2002\u2003\u2007\u2009\u202f\u3000"),
-    *((mark, "\n") for mark in "\u2028\u2029\x85"),
-)
+_INVISIBLE = "\u200b\u200c\u200d\u2060\ufeff"
+_BLANKS = "\u00a0\u2002\u2003\u2007\u2009\u202f\u3000"
+_LINE_ENDS = "\u2028\u2029\x85"
+_ODD = re.compile(f"[{_INVISIBLE}{_BLANKS}{_LINE_ENDS}]")
+_REPLACED = dict.fromkeys(_INVISIBLE, "") | dict.fromkeys(_BLANKS, " ") | dict.fromkeys(_LINE_ENDS, "\n")
 MAX_LINE = 2_000_000
 """Characters; a longer line is no line of any tool that prints tables."""
 
@@ -68,6 +72,18 @@ class Source:
             limit -= 1
             at = self.text.find(needle, end)
 
+    def lines_holding(self, words: Iterable[str]) -> set[int]:
+        """Numbers of the lines that hold one of ``words`` (in lower case), found without a look at each line."""
+        starts = list(accumulate((len(line) + 1 for line in self.lower.split("\n")), initial=0))
+        found: set[int] = set()
+        for word in words:
+            at = self.lower.find(word)
+            while at >= 0:
+                number = bisect_right(starts, at) - 1
+                found.add(number)
+                at = self.lower.find(word, starts[number + 1])
+        return found
+
 
 def decode(data: bytes) -> str:
     """Turn bytes into text: byte order marks, UTF-16 without one, UTF-8, anything else by replacement."""
@@ -83,6 +99,7 @@ def decode(data: bytes) -> str:
 
 def clean(text: str) -> str:
     """Return ``text`` without terminal codes, invisible characters, odd line ends and long gaps of empty lines."""
+    text = _unwrapped(text)
     for end in ("\r\n", "\r", "\x0b", "\x0c"):
         if end in text:
             text = text.replace(end, "\n")
@@ -95,11 +112,20 @@ def clean(text: str) -> str:
     data = text.encode("utf-8", errors="replace").translate(_CONTROL, _DELETED)
     text = data.decode("utf-8", errors="replace")
     if not text.isascii():
-        there = set(text)
-        for mark, replacement in _REPLACED:
-            if mark in there:
-                text = text.replace(mark, replacement)
+        text = _ODD.sub(lambda match: _REPLACED[match[0]], text)
     return _EMPTY_LINES.sub("\n\n\n", text)
+
+
+def _unwrapped(text: str) -> str:
+    """Undo what holds a listing: a string of JSON or of a log, the markup of a page."""
+    if "\\n" in text and text.count("\\n") > text.count("\n"):
+        text = text.replace("\\n", "\n").replace("\\t", "\t")
+    if "&lt;" in text or "&gt;" in text:
+        for mark, character in _ENTITIES:
+            text = text.replace(mark, character)
+    if "**" in text:
+        text = text.replace("**", "")
+    return text
 
 
 def by_number(names: list[str]) -> list[str]:
