@@ -140,6 +140,9 @@ class ParallelSettings(Persisted):
     sp_size: PositiveInt | Auto = "auto"
     ep_size: PositiveInt | Auto = "auto"
     zero_stage: Literal[0, 1, 2, 3] | Auto = "auto"
+    zero_shard_size: PositiveInt | None = None
+    """ZeRO shards inside groups of this many neighbouring data-parallel ranks and copies across them, so that only
+    the sum of gradients leaves a group; null = one group of all."""
     cpu_offload: bool = False
     pp_style: PipelineStyle | Auto = "auto"
     num_model_chunks: PositiveInt | Auto = "auto"

@@ -287,4 +287,4 @@ def _fill_up(batch: Batch, missing: int) -> Batch:
 def _tied_group(schedule: Schedule, mesh: Mesh) -> dist.ProcessGroup | None:
     """Return the group of first and last stage, which hold the two copies of a tied embedding."""
     first, last = schedule.stage_rank[0], schedule.stage_rank[-1]
-    return None if first == last else mesh.new_pipeline_group((first, last))
+    return None if first == last else mesh.pipeline_group((first, last))

@@ -63,6 +63,9 @@ def compare_case(pool: ProcessPool, case: Case, reference: Trajectory, steps: in
         records: list[RankRecord] = pool.run(train_case, case, steps, broken, world=case.world)
     except WorkerError as error:
         return Outcome(case.text, case.world, None, None, None, steps, False, error.refusal or str(error))
+    if any(record.skipped != reference.skipped for record in records):
+        left_out = f"updates left out in steps {records[0].skipped}, by the reference in {reference.skipped}"
+        return Outcome(case.text, case.world, None, None, None, steps, False, left_out)
     gradients, _ = assemble(part for record in records for part in record.gradients)
     weights, differing = assemble(part for record in records for part in record.weights)
     loss_rel = max(_loss_difference(record.losses, reference.losses) for record in records)
@@ -112,7 +115,7 @@ def relative_difference(found: dict[str, Tensor], expected: dict[str, Tensor]) -
         (found[name].view_as(value).double() - value.double()).square().sum().item() for name, value in expected.items()
     )
     norm = sum(value.double().square().sum().item() for value in expected.values())
-    return float((difference / norm) ** 0.5)
+    return float((difference / norm) ** 0.5) if expected else 0.0
 
 
 def _loss_difference(found: Sequence[float], expected: Sequence[float]) -> float:
