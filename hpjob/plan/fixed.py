@@ -80,6 +80,7 @@ def fixed_plan(recipe: Recipe, degrees: ParallelDegrees, pipeline: Pipeline) -> 
         gpus_per_node=degrees.world_size,
         degrees=degrees,
         zero_stage=1 if parallel.zero_stage == "auto" else parallel.zero_stage,
+        zero_shard_size=parallel.zero_shard_size,
         sequence_parallelism_mode=None if mode == "auto" or parallel.enable_sequence_parallelism is False else mode,
         pipeline=pipeline,
         recompute="none" if checkpoint.policy == "auto" else checkpoint.policy,

@@ -133,6 +133,7 @@ def _plan(
         gpus_per_node=hardware.gpus_per_node,
         degrees=degrees,
         zero_stage=layout.zero,
+        zero_shard_size=layout.zero_shard,
         sequence_parallelism_mode=layout.sequence_mode,
         pipeline=Pipeline(
             style=layout.style,

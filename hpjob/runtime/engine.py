@@ -105,7 +105,8 @@ class Engine:
         self._tied_group = _tied_group(self._schedule, mesh) if recipe.model.tie_word_embeddings else None
         self.loss_scale = LossScale(recipe.parallel.initial_scale) if plan.precision == "fp16" else None
         """Only in fp16."""
-        self.optimizer = AdamW(self.parameters, recipe.optimizer, compiled=wants_compile(recipe, device))
+        compiles_update = wants_compile(recipe, device) and not plan.cpu_offload
+        self.optimizer = AdamW(self.parameters, recipe.optimizer, compiled=compiles_update)
 
     def train_step(self, batch: Batch, step: int) -> StepResult:
         """Run one optimizer step.
@@ -130,7 +131,8 @@ class Engine:
         num_tokens = self._count_tokens(batch)
         microbatches = list(self._microbatches(batch))
         loss = self._executor.run(microbatches, self.gradient_scale / num_tokens.clamp(min=1).float())
-        sum_gradients([p for p in self.parameters if p.partial_over_tp], self._mesh.group(Axis.TP))
+        partial = [p for p in self.parameters if p.partial_over_tp]
+        sum_gradients(partial, self._mesh.group(Axis.TP), self._device)
         if self._recipe.model.tie_word_embeddings:
             self._sum_tied_gradients()
         return self._counted_part(loss, self.gradient_scale), num_tokens
@@ -206,8 +208,9 @@ class Engine:
         place_experts(stage.model.layers, family, mesh, region)  # type: ignore[arg-type]
         cuts = plan_cuts(stage, mesh)
         shard_stage(stage, plan, mesh)
-        dtype = torch.float32 if needs_fsdp(mesh) else COMPUTE_DTYPE[plan.precision]
-        own = materialise(stage, cuts, mesh, self._device, seed=recipe.training.seed, compute_dtype=dtype)
+        dtype = torch.float32 if needs_fsdp(plan, mesh) else COMPUTE_DTYPE[plan.precision]
+        home = torch.device("cpu") if plan.cpu_offload else self._device
+        own = materialise(stage, cuts, mesh, home, seed=recipe.training.seed, compute_dtype=dtype)
         self.parameters += own
         stage.make_rotary(self._device)
         if compiles_layers(plan, recipe, self._device):
@@ -219,7 +222,7 @@ class Engine:
     def _sum_tied_gradients(self) -> None:
         copies = [p for p in self.parameters if p.is_embedding]
         if self._tied_group is not None:
-            sum_gradients(copies, self._tied_group)
+            sum_gradients(copies, self._tied_group, self._device)
         elif len(copies) > 1:
             add_gradients(copies)
 

@@ -32,10 +32,17 @@ def refuse_unsupported(plan: Plan, recipe: Recipe) -> None:
 
 
 def _unsupported_switches(plan: Plan) -> list[str]:
-    degrees = plan.degrees
+    degrees, shard = plan.degrees, plan.zero_shard_size
+    data_ranks = degrees.dp * degrees.sp
     reasons = []
-    if plan.cpu_offload:
-        reasons.append("cpu_offload is not supported")
+    if plan.zero_stage == 0 and plan.cpu_offload:
+        reasons.append("cpu_offload keeps the shards of ZeRO in the host's memory: it needs zero_stage of at least 1")
+    if plan.zero_stage == 0 and shard is not None:
+        reasons.append("zero_shard_size divides the shards of ZeRO into groups: it needs zero_stage of at least 1")
+    elif shard is not None and data_ranks % shard:
+        reasons.append(f"zero_shard_size {shard} does not divide dp {degrees.dp} x sp {degrees.sp} = {data_ranks}")
+    elif shard is not None and shard % degrees.ep and degrees.ep % shard:
+        reasons.append(f"zero_shard_size {shard} and ep {degrees.ep}: neither is a multiple of the other")
     return [*reasons, *_unsupported_pipeline(plan.pipeline, degrees.pp)]
 
 

@@ -16,6 +16,7 @@ from hpjob.recipe.model import ModelShape, Recipe
 _DEGREES = ("tp_size", "pp_size", "sp_size", "ep_size")
 _PARALLEL = (
     "zero_stage",
+    "zero_shard_size",
     "precision",
     "enable_sequence_parallelism",
     "sequence_parallelism_mode",
