@@ -85,6 +85,7 @@ def fixed_plan(recipe: Recipe, degrees: ParallelDegrees, pipeline: Pipeline) -> 
         pipeline=pipeline,
         recompute="none" if checkpoint.policy == "auto" else checkpoint.policy,
         recompute_every_kth_layer=checkpoint.every_kth_layer,
+        recompute_layers_per_stage=checkpoint.num_ckpt_layers_per_stage,
         precision=parallel.precision,
         cpu_offload=parallel.cpu_offload,
         global_batch_size=degrees.dp * pipeline.num_microbatches * pipeline.microbatch_size,

@@ -135,6 +135,8 @@ class Plan(Persisted):
     pipeline: Pipeline
     recompute: RecomputePolicy = "none"
     recompute_every_kth_layer: PositiveInt = 1
+    recompute_layers_per_stage: tuple[int, ...] | None = None
+    """First layers of each stage that are recomputed, where these are given; None = every k-th."""
     precision: Precision
     cpu_offload: bool = False
     global_batch_size: PositiveInt

@@ -144,6 +144,7 @@ def _plan(
         ),
         recompute=layout.recompute,
         recompute_every_kth_layer=layout.every_kth,
+        recompute_layers_per_stage=recipe.parallel.gradient_checkpoint_config.num_ckpt_layers_per_stage,
         precision=layout.precision,
         cpu_offload=layout.cpu_offload,
         global_batch_size=problem.global_batch,

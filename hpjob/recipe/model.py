@@ -130,6 +130,8 @@ class GradientCheckpointSettings(Persisted):
     policy: RecomputePolicy | Auto = "auto"
     every_kth_layer: PositiveInt = 1
     """With ``full``: recompute every k-th layer of a stage."""
+    num_ckpt_layers_per_stage: tuple[Annotated[int, Field(ge=0)], ...] | None = None
+    """With ``full``: how many first layers of each stage are recomputed, in model order; in place of every k-th."""
 
 
 class ParallelSettings(Persisted):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, ClassVar
@@ -30,9 +31,12 @@ from hpjob.runtime.parallel.vocabulary import IGNORED_LABEL
 from hpjob.runtime.pipeline.executor import Microbatch, PipelineExecutor
 from hpjob.runtime.pipeline.schedule import Schedule, build_schedule
 from hpjob.runtime.pipeline.transport import Transport
+from hpjob.runtime.sequence.attention_interface import describe_attention
 from hpjob.runtime.sequence.sequence_split import sequence_split
 from hpjob.runtime.support import refuse_unsupported
 from hpjob.runtime.weight_gradients import WeightGradientQueue
+
+log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -101,6 +105,11 @@ class Engine:
         stages = {number: self._build_stage(number) for number in self._schedule.stages_of(self._rank)}
         self.stages: list[DecoderStage] = [stage for stage, _, _ in stages.values()]
         """This rank's stages, in model order."""
+        dtype = COMPUTE_DTYPE[plan.precision]
+        self.attention = describe_attention(self.stages[0], dtype, device)
+        """Which attention runs, and why."""
+        if mesh.rank == 0:
+            log.info("attention is %s", self.attention)
         self._executor = self.executor_class(self._schedule, self._rank, stages, self._transport())
         self._tied_group = _tied_group(self._schedule, mesh) if recipe.model.tie_word_embeddings else None
         self.loss_scale = LossScale(recipe.parallel.initial_scale) if plan.precision == "fp16" else None

@@ -13,9 +13,9 @@ from hpjob.runtime.parity.case import parse_case
 from hpjob.runtime.parity.compare import Outcome, compare_case
 from hpjob.runtime.parity.run import References
 from hpjob.runtime.process_pool import ProcessPool
+from tests.runtime.engine.coverage import SMALL
 
 STEPS = 3
-SMALL = "num_hidden_layers=4 hidden_size=32 intermediate_size=48 vocab_size=96 seq_length=16"
 
 
 @pytest.fixture(scope="session")

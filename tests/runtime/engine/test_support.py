@@ -20,6 +20,8 @@ from hpjob.runtime.support import refuse_unsupported, unsupported
         ("cpu_offload=true zero_stage=0", "it needs zero_stage of at least 1"),
         ("zero_shard_size=1 zero_stage=0", "it needs zero_stage of at least 1"),
         ("zero_shard_size=2", "zero_shard_size 2 does not divide dp 1 x sp 1 = 1"),
+        ("recompute=full num_ckpt_layers_per_stage=9", "does not fit stages of [8] layers"),
+        ("num_ckpt_layers_per_stage=1", "needs the recomputation policy full, not none"),
         ("sequence_parallelism_mode=split_gather", "split_gather needs tp of at least 2"),
         ("tp_size=2 sp_size=2 sequence_parallelism_mode=ring", "ring shares the tp group"),
         ("sp_size=2", "sp 2 needs a sequence_parallelism_mode"),
