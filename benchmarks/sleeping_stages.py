@@ -34,7 +34,7 @@ from hpjob.runtime.pipeline.transport import Transport
 from hpjob.runtime.process_pool import ProcessPool
 from hpjob.runtime.weight_gradients import WeightGradientQueue
 
-RANK_S = 0.06
+RANK_S = 0.3
 """Seconds a rank takes for each of forward, input gradients and weight gradients of one microbatch."""
 MICROBATCHES = 8
 SCHEDULES = (("1f1b", 1), ("interleaved", 2), ("interleaved", 4), ("zbv", 2))
@@ -131,7 +131,7 @@ def main() -> int:
     from benchmarks.sleeping_stages import compare as compare_by_name  # what workers import
 
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--steps", type=int, default=3, help="timed steps of each schedule (default: %(default)s)")
+    parser.add_argument("--steps", type=int, default=2, help="timed steps of each schedule (default: %(default)s)")
     parser.add_argument("--out", type=Path, help="JSON file to write")
     options = parser.parse_args()
     rows = []

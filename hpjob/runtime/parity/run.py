@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 
 from hpjob.core.errors import HpjobError
 from hpjob.runtime.parity.case import Case, parse_case
-from hpjob.runtime.parity.compare import Outcome, compare_case
+from hpjob.runtime.parity.compare import Outcome, compare_case, not_run
 from hpjob.runtime.parity.reference import Trajectory, train_reference
 from hpjob.runtime.process_pool import ProcessPool
 
@@ -28,11 +28,11 @@ def run_cases(
         try:
             case = parse_case(line, world=pool.size, steps=steps, model_type=model_type)
         except HpjobError as error:
-            yield Outcome(line, pool.size, None, None, None, steps, False, error.message)
+            yield not_run(line, pool.size, steps, error.message)
             continue
         if case.world > pool.size:
             reason = f"needs {case.world} processes, --world is {pool.size}"
-            yield Outcome(line, case.world, None, None, None, steps, False, reason)
+            yield not_run(line, case.world, steps, reason)
             continue
         yield compare_case(pool, case, references.of(case), steps, broken)
 
