@@ -54,6 +54,8 @@ def _variants(problem: Problem, base: Layout) -> Iterator[Layout]:
             if problems(problem.shape, shaped, problem.world_size):
                 continue
             for zero in _zero_stages(s, base):
+                if problems(problem.shape, shaped._replace(zero=zero), problem.world_size):
+                    continue
                 for recompute in _recompute(s):
                     k = s.gradient_checkpoint_config.every_kth_layer
                     yield shaped._replace(zero=zero, recompute=recompute, every_kth=k)
