@@ -8,8 +8,14 @@ process with plain transformers and torch, from the same weights and data. One J
 
 ``--model`` names the family: llama, mistral, qwen2, qwen3, gemma, mixtral, qwen3_moe; a case may name
 its own with ``model_type``. ``loss_rel`` is the largest relative difference of the loss over all steps,
-``grad_rel`` that of all gradients together at step 1, ``weight_rel`` that of all weights after the last
-step. Exit code 1 unless every case is ok. A case that the runtime refuses is not ok and prints the reason.
+``tail_loss_rel`` that of the mean over the last 20, ``grad_rel`` that of all gradients together at step 1,
+``weight_rel`` that of all weights after the last step. The last line on standard error says how many cases
+are ok; exit code 1 unless all are. A case that the runtime refuses is not ok and prints the reason.
+
+The whole grid, 20 steps a case, and long runs in bf16::
+
+    scripts/parity.py --world 8 --grid tests/runtime/engine/grid.yaml --grid tests/runtime/engine/pairwise.yaml
+    scripts/parity.py --world 4 --grid tests/runtime/engine/bf16.yaml --steps 100
 """
 
 from __future__ import annotations
@@ -21,6 +27,9 @@ from collections.abc import Sequence
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+TIMEOUT_S = 1200.0
+"""Of one case: a busy host may need minutes for it."""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -34,13 +43,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
     from hpjob.runtime.process_pool import ProcessPool
 
     torch.set_num_threads(1)
-    lines = [*options.case, *_grid(options.grid)]
+    lines = [*options.case, *(line for path in options.grid for line in _grid(path))]
     backend = "nccl" if options.device == "cuda" else "gloo"
     outcomes: list[Outcome] = []
-    with ProcessPool(options.world, backend=backend) as pool:
+    with ProcessPool(options.world, backend=backend, timeout_s=TIMEOUT_S) as pool:
         for outcome in run_cases(pool, lines, steps=options.steps, model_type=options.model, broken=options.broken):
             outcomes.append(outcome)
             print(json.dumps(outcome.as_json()), flush=True)
+    # Not among the lines that programs read.
+    print(f"{sum(outcome.ok for outcome in outcomes)} of {len(outcomes)} cases ok", file=sys.stderr)
     return 0 if outcomes and all(outcome.ok for outcome in outcomes) else 1
 
 
@@ -49,7 +60,7 @@ def _options(arguments: Sequence[str] | None) -> argparse.Namespace:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
     )
     parser.add_argument("--case", action="append", default=[], help="key=value pairs; may be given several times")
-    parser.add_argument("--grid", type=Path, help="YAML list of cases, each a line or a mapping")
+    parser.add_argument("--grid", action="append", default=[], type=Path, help="YAML list of cases; several times too")
     parser.add_argument("--model", default="llama", help="model family (default: %(default)s)")
     parser.add_argument("--world", type=int, default=8, help="processes to fill (default: %(default)s)")
     parser.add_argument("--steps", type=int, default=20, help="optimizer steps (default: %(default)s)")
@@ -68,14 +79,12 @@ def _options(arguments: Sequence[str] | None) -> argparse.Namespace:
         help="self-test: train with this fault; parity must then fail",
     )
     options = parser.parse_args(arguments)
-    if not options.case and options.grid is None:
+    if not options.case and not options.grid:
         parser.error("give --case or --grid")
     return options
 
 
-def _grid(path: Path | None) -> list[str]:
-    if path is None:
-        return []
+def _grid(path: Path) -> list[str]:
     import yaml
 
     document = yaml.safe_load(path.read_text())

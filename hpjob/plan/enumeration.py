@@ -39,6 +39,7 @@ def legal_layouts(problem: Problem) -> Iterator[Layout]:
                 seq=problem.seq,
                 precision=s.precision,
                 cpu_offload=s.cpu_offload,
+                zero_shard=s.zero_shard_size,
             )
             if problems(problem.shape, base._replace(sp=1, dp=dp * sp), problem.world_size):
                 continue
@@ -53,6 +54,8 @@ def _variants(problem: Problem, base: Layout) -> Iterator[Layout]:
             if problems(problem.shape, shaped, problem.world_size):
                 continue
             for zero in _zero_stages(s, base):
+                if problems(problem.shape, shaped._replace(zero=zero), problem.world_size):
+                    continue
                 for recompute in _recompute(s):
                     k = s.gradient_checkpoint_config.every_kth_layer
                     yield shaped._replace(zero=zero, recompute=recompute, every_kth=k)
@@ -130,6 +133,8 @@ def _schedules(s: ParallelSettings, base: Layout, num_layers: int) -> list[tuple
 def _zero_stages(s: ParallelSettings, base: Layout) -> list[Literal[0, 1, 2, 3]]:
     if s.zero_stage != "auto":
         return [s.zero_stage]
+    if s.cpu_offload or s.zero_shard_size is not None:
+        return [1, 2, 3]
     return [0] if base.dp * base.sp == 1 else [0, 1, 2, 3]
 
 

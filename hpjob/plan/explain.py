@@ -28,6 +28,8 @@ def _title(plan: Plan) -> str:
 def _axes(plan: Plan) -> list[str]:
     d, per_node = plan.degrees, plan.gpus_per_node
     shards = f"ZeRO-{plan.zero_stage}" if plan.zero_stage else "full copies"
+    shards += f" in groups of {plan.zero_shard_size}" if plan.zero_shard_size else ""
+    shards += ", shards in the host's memory" if plan.cpu_offload else ""
     carries = {
         "pp": f"activations between {d.pp} stages of {_layer_counts(plan)} layers",
         "dp": f"gradients, {shards}",

@@ -24,6 +24,8 @@ class Layout(NamedTuple):
     tp_sharded: bool = False
     """Other frameworks combine a sequence axis with activations sharded over tp."""
     zero: Literal[0, 1, 2, 3] = 1
+    zero_shard: int | None = None
+    """Data-parallel ranks that hold the state once together; None = all of them."""
     style: PipelineStyle = "1f1b"
     chunks: int = 1
     recompute: RecomputePolicy = "none"
@@ -38,6 +40,16 @@ class Layout(NamedTuple):
     @property
     def world_size(self) -> int:
         return self.pp * self.dp * self.sp * self.tp
+
+    @property
+    def data_ranks(self) -> int:
+        """Ranks that share parameters beside the TP group."""
+        return self.dp * self.sp
+
+    @property
+    def state_shards(self) -> int:
+        """Ranks over which ZeRO shards; other groups of as many have copies."""
+        return self.zero_shard or self.data_ranks
 
     @property
     def global_batch(self) -> int:

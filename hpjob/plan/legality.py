@@ -18,7 +18,7 @@ class RuntimeCapabilities:
     zero_stages: tuple[int, ...] = (0, 1, 2, 3)
     recompute: tuple[str, ...] = ("none", "selective", "full")
     max_ep: int = 1024
-    cpu_offload: bool = False
+    cpu_offload: bool = True
     families: tuple[str, ...] = ("llama", "mistral", "qwen2", "qwen3", "gemma", "mixtral", "qwen3_moe")
     precisions: tuple[str, ...] = ("bf16", "fp16", "fp32")
 
@@ -31,7 +31,22 @@ def problems(shape: Shape, layout: Layout, world_size: int) -> list[str]:
     found = _degree_problems(shape, layout, world_size)
     found += _pipeline_problems(shape, layout)
     found += _sequence_problems(shape, layout)
+    found += _sharding_problems(layout)
     return found
+
+
+def _sharding_problems(layout: Layout) -> list[str]:
+    shard = layout.zero_shard
+    if layout.zero == 0:
+        found = ["offloading to the host needs ZeRO stage 1 or more"] if layout.cpu_offload else []
+        return found + (["zero_shard_size needs ZeRO stage 1 or more"] if shard is not None else [])
+    if shard is None:
+        return []
+    if layout.data_ranks % shard:
+        return [f"dp {layout.dp} x sp {layout.sp} does not divide by zero_shard_size {shard}"]
+    if shard % layout.ep and layout.ep % shard:
+        return [f"zero_shard_size {shard} and ep {layout.ep}: neither is a multiple of the other"]
+    return []
 
 
 def _degree_problems(shape: Shape, layout: Layout, world_size: int) -> list[str]:
@@ -132,6 +147,7 @@ def layout_of(plan: Plan) -> Layout:
         seq=plan.seq_length,
         sequence_mode=plan.sequence_parallelism_mode,
         zero=plan.zero_stage,
+        zero_shard=plan.zero_shard_size,
         style=p.style,
         chunks=p.num_model_chunks,
         recompute=plan.recompute,

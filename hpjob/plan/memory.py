@@ -110,12 +110,15 @@ def rank_bytes(shape: Shape, layout: Layout, pp_rank: int, habits: Framework, *,
     )
     always = dense_layers * shape.dense_layer_params + expert_layers * shape.always_params + ends
     routed = expert_layers * shape.routed_params / layout.ep
-    shards = layout.dp * layout.sp
+    shards = layout.state_shards
     weights, gradients, optimizer = _state_bytes(always / layout.tp, shards, layout, habits)
     if routed:
         more = _state_bytes(routed / layout.tp, max(1, shards // layout.ep), layout, habits)
         weights, gradients, optimizer = weights + more[0], gradients + more[1], optimizer + more[2]
-    if layout.zero == 3 and shards > 1:
+    if layout.cpu_offload:
+        # The host holds the shards: of weights with ZeRO 3, of gradients from ZeRO 2 on.
+        weights, gradients, optimizer = weights * (layout.zero != 3), gradients * (layout.zero < 2), 0.0
+    if layout.zero == 3 and (shards > 1 or layout.cpu_offload):
         # Two layers are whole at a time: the one that computes and the one that is fetched.
         largest = shape.always_params + shape.routed_params / layout.ep if routed else shape.dense_layer_params
         weights += 2 * largest / layout.tp * layout.element_bytes

@@ -129,10 +129,14 @@ class Plan(Persisted):
     gpus_per_node: PositiveInt
     degrees: ParallelDegrees
     zero_stage: Literal[0, 1, 2, 3]
+    zero_shard_size: PositiveInt | None = None
+    """Neighbouring dp·sp ranks over which each copy of the state is sharded; None = all of them, one copy."""
     sequence_parallelism_mode: SequenceParallelismMode | None = None
     pipeline: Pipeline
     recompute: RecomputePolicy = "none"
     recompute_every_kth_layer: PositiveInt = 1
+    recompute_layers_per_stage: tuple[int, ...] | None = None
+    """First layers of each stage that are recomputed, where these are given; None = every k-th."""
     precision: Precision
     cpu_offload: bool = False
     global_batch_size: PositiveInt
@@ -158,4 +162,5 @@ class Plan(Persisted):
         chunks = f" x{self.pipeline.num_model_chunks}" if self.pipeline.num_model_chunks > 1 else ""
         schedule = f", {style}{chunks}" if d.pp > 1 else ""
         batches = f", {self.pipeline.num_microbatches} microbatches of {self.pipeline.microbatch_size}"
-        return f"{' · '.join(axes)}, zero {self.zero_stage}{schedule}{batches}, {self.precision}"
+        groups = f" in groups of {self.zero_shard_size}" if self.zero_shard_size else ""
+        return f"{' · '.join(axes)}, zero {self.zero_stage}{groups}{schedule}{batches}, {self.precision}"

@@ -133,6 +133,7 @@ def _plan(
         gpus_per_node=hardware.gpus_per_node,
         degrees=degrees,
         zero_stage=layout.zero,
+        zero_shard_size=layout.zero_shard,
         sequence_parallelism_mode=layout.sequence_mode,
         pipeline=Pipeline(
             style=layout.style,
@@ -143,6 +144,7 @@ def _plan(
         ),
         recompute=layout.recompute,
         recompute_every_kth_layer=layout.every_kth,
+        recompute_layers_per_stage=recipe.parallel.gradient_checkpoint_config.num_ckpt_layers_per_stage,
         precision=layout.precision,
         cpu_offload=layout.cpu_offload,
         global_batch_size=problem.global_batch,

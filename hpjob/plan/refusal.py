@@ -17,6 +17,7 @@ from hpjob.recipe.model import ParallelSettings
 _DEGREES = ("tp_size", "pp_size", "sp_size")
 _BATCHES = ("num_microbatches", "microbatch_size")
 _LAYOUT_FIELDS = (*_DEGREES, *_BATCHES, "ep_size", "pp_style", "num_model_chunks", "sequence_parallelism_mode")
+_SHARDING = ("zero_shard_size", "cpu_offload")
 
 
 def no_legal_layout(problem: Problem, recipe: str) -> HpjobError:
@@ -35,7 +36,8 @@ def no_legal_layout(problem: Problem, recipe: str) -> HpjobError:
 
 
 def _is_fixed(s: ParallelSettings, name: str) -> bool:
-    return name in _LAYOUT_FIELDS and getattr(s, name) != "auto"
+    value = getattr(s, name)
+    return (name in _LAYOUT_FIELDS and value != "auto") or (name in _SHARDING and value not in (None, False))
 
 
 def _fixed_or(s: ParallelSettings, name: str, default: int) -> int:
@@ -87,6 +89,9 @@ def _layout_reasons(problem: Problem) -> list[str]:
         sequence_mode=mode,
         style=style,
         chunks=_fixed_or(s, "num_model_chunks", default_chunks),
+        zero=1 if s.zero_stage == "auto" else s.zero_stage,
+        zero_shard=s.zero_shard_size,
+        cpu_offload=s.cpu_offload,
     )
     found = problems(problem.shape, layout, problem.world_size)
     return found or [f"global batch {problem.global_batch} does not spread evenly over any dp and microbatch size"]
@@ -95,7 +100,8 @@ def _layout_reasons(problem: Problem) -> list[str]:
 def _nearest_layouts(problem: Problem) -> list[str]:
     s = problem.settings
     wanted = {name: getattr(s, name) for name in _DEGREES if getattr(s, name) != "auto"}
-    free = {name: "auto" for name in (*_DEGREES, "ep_size", "pp_style", "num_model_chunks")}
+    free: dict[str, object] = {name: "auto" for name in (*_DEGREES, "ep_size", "pp_style", "num_model_chunks")}
+    free |= {"zero_stage": "auto", "zero_shard_size": None, "cpu_offload": False}
     free |= {"num_microbatches": "auto", "microbatch_size": "auto", "sequence_parallelism_mode": "auto"}
     relaxed = replace(problem, settings=s.model_copy(update=free))
     seen: dict[tuple[int, int, int, int], float] = {}

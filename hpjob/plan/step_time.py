@@ -19,6 +19,8 @@ from hpjob.plan.stage_times import StageTimes
 
 _UPDATE_BYTES = 38.0
 """Moved for one parameter by clipping and AdamW: master weight, moments, gradient, new 16-bit weight."""
+_HOST_BYTES_PER_S = 10e9
+"""Of a rank that updates in the host's memory; assumed: the GPUs of a node share some hundred GB/s."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -151,7 +153,7 @@ class StepModel:
 
     def _gather_layer(self, layout: Layout) -> float:
         """Seconds to gather one layer's weights; the gradients' way back takes about as long."""
-        shards = layout.dp * layout.sp
+        shards = layout.state_shards
         if shards == 1:
             return 0.0
         params = self._mean_layer_params(layout)
@@ -189,13 +191,25 @@ class StepModel:
             # An expert has a copy in every ep-th rank only.
             spread = self.hardware.link(shards // layout.ep, layout.tp * layout.ep)
             total += spread.ring(shards // layout.ep, experts * (reduce + back))
+        if layout.zero and shards > layout.state_shards:
+            total = self._grouped(layout, shared + experts, reduce, back)
         window = self.habits.dp_overlap * per_rank[0]
         return max(total - window, total * (1.0 - 0.9 * self.habits.dp_overlap))
 
+    def _grouped(self, layout: Layout, params: float, reduce: float, back: float) -> float:
+        """Seconds of reduction and gathering inside a group of shards, and of the sum across groups."""
+        shards = layout.state_shards
+        groups = layout.data_ranks // shards
+        inside = self.hardware.link(shards, layout.tp).ring(shards, params * (reduce + back)) if shards > 1 else 0.0
+        across = self.hardware.link(groups, layout.tp * shards).ring(groups, 2 * 4.0 * params / shards)
+        return inside + across
+
     def _optimizer(self, layout: Layout) -> float:
         shared, experts = self._rank_params(layout)
-        shards = layout.dp * layout.sp if layout.zero else 1
+        shards = layout.state_shards if layout.zero else 1
         params = shared / shards + experts / max(1, shards // layout.ep)
+        if layout.cpu_offload:
+            return params * _UPDATE_BYTES / _HOST_BYTES_PER_S
         return self.hardware.traffic(params * _UPDATE_BYTES) + self.hardware.fit.step_ms * 1e-3
 
 

@@ -130,6 +130,8 @@ class GradientCheckpointSettings(Persisted):
     policy: RecomputePolicy | Auto = "auto"
     every_kth_layer: PositiveInt = 1
     """With ``full``: recompute every k-th layer of a stage."""
+    num_ckpt_layers_per_stage: tuple[Annotated[int, Field(ge=0)], ...] | None = None
+    """With ``full``: how many first layers of each stage are recomputed, in model order; in place of every k-th."""
 
 
 class ParallelSettings(Persisted):
@@ -140,6 +142,9 @@ class ParallelSettings(Persisted):
     sp_size: PositiveInt | Auto = "auto"
     ep_size: PositiveInt | Auto = "auto"
     zero_stage: Literal[0, 1, 2, 3] | Auto = "auto"
+    zero_shard_size: PositiveInt | None = None
+    """ZeRO shards inside groups of this many neighbouring data-parallel ranks and copies across them, so that only
+    the sum of gradients leaves a group; null = one group of all."""
     cpu_offload: bool = False
     pp_style: PipelineStyle | Auto = "auto"
     num_model_chunks: PositiveInt | Auto = "auto"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, ClassVar
@@ -30,9 +31,12 @@ from hpjob.runtime.parallel.vocabulary import IGNORED_LABEL
 from hpjob.runtime.pipeline.executor import Microbatch, PipelineExecutor
 from hpjob.runtime.pipeline.schedule import Schedule, build_schedule
 from hpjob.runtime.pipeline.transport import Transport
+from hpjob.runtime.sequence.attention_interface import describe_attention
 from hpjob.runtime.sequence.sequence_split import sequence_split
 from hpjob.runtime.support import refuse_unsupported
 from hpjob.runtime.weight_gradients import WeightGradientQueue
+
+log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -101,11 +105,17 @@ class Engine:
         stages = {number: self._build_stage(number) for number in self._schedule.stages_of(self._rank)}
         self.stages: list[DecoderStage] = [stage for stage, _, _ in stages.values()]
         """This rank's stages, in model order."""
+        dtype = COMPUTE_DTYPE[plan.precision]
+        self.attention = describe_attention(self.stages[0], dtype, device)
+        """Which attention runs, and why."""
+        if mesh.rank == 0:
+            log.info("attention is %s", self.attention)
         self._executor = self.executor_class(self._schedule, self._rank, stages, self._transport())
         self._tied_group = _tied_group(self._schedule, mesh) if recipe.model.tie_word_embeddings else None
         self.loss_scale = LossScale(recipe.parallel.initial_scale) if plan.precision == "fp16" else None
         """Only in fp16."""
-        self.optimizer = AdamW(self.parameters, recipe.optimizer, compiled=wants_compile(recipe, device))
+        compiles_update = wants_compile(recipe, device) and not plan.cpu_offload
+        self.optimizer = AdamW(self.parameters, recipe.optimizer, compiled=compiles_update)
 
     def train_step(self, batch: Batch, step: int) -> StepResult:
         """Run one optimizer step.
@@ -130,7 +140,8 @@ class Engine:
         num_tokens = self._count_tokens(batch)
         microbatches = list(self._microbatches(batch))
         loss = self._executor.run(microbatches, self.gradient_scale / num_tokens.clamp(min=1).float())
-        sum_gradients([p for p in self.parameters if p.partial_over_tp], self._mesh.group(Axis.TP))
+        partial = [p for p in self.parameters if p.partial_over_tp]
+        sum_gradients(partial, self._mesh.group(Axis.TP), self._device)
         if self._recipe.model.tie_word_embeddings:
             self._sum_tied_gradients()
         return self._counted_part(loss, self.gradient_scale), num_tokens
@@ -206,8 +217,9 @@ class Engine:
         place_experts(stage.model.layers, family, mesh, region)  # type: ignore[arg-type]
         cuts = plan_cuts(stage, mesh)
         shard_stage(stage, plan, mesh)
-        dtype = torch.float32 if needs_fsdp(mesh) else COMPUTE_DTYPE[plan.precision]
-        own = materialise(stage, cuts, mesh, self._device, seed=recipe.training.seed, compute_dtype=dtype)
+        dtype = torch.float32 if needs_fsdp(plan, mesh) else COMPUTE_DTYPE[plan.precision]
+        home = torch.device("cpu") if plan.cpu_offload else self._device
+        own = materialise(stage, cuts, mesh, home, seed=recipe.training.seed, compute_dtype=dtype)
         self.parameters += own
         stage.make_rotary(self._device)
         if compiles_layers(plan, recipe, self._device):
@@ -219,7 +231,7 @@ class Engine:
     def _sum_tied_gradients(self) -> None:
         copies = [p for p in self.parameters if p.is_embedding]
         if self._tied_group is not None:
-            sum_gradients(copies, self._tied_group)
+            sum_gradients(copies, self._tied_group, self._device)
         elif len(copies) > 1:
             add_gradients(copies)
 
@@ -287,4 +299,4 @@ def _fill_up(batch: Batch, missing: int) -> Batch:
 def _tied_group(schedule: Schedule, mesh: Mesh) -> dist.ProcessGroup | None:
     """Return the group of first and last stage, which hold the two copies of a tied embedding."""
     first, last = schedule.stage_rank[0], schedule.stage_rank[-1]
-    return None if first == last else mesh.new_pipeline_group((first, last))
+    return None if first == last else mesh.pipeline_group((first, last))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import time
 from dataclasses import dataclass
+from math import isfinite
 from typing import Protocol
 
 from hpjob.core.errors import EnvironmentProblemError
@@ -109,7 +110,8 @@ class TrainLoop:
             {
                 "step": self._step,
                 "loss": result.loss,
-                "grad_norm": result.grad_norm,
+                # JSON has no infinity; a norm that is not finite is that of an fp16 overflow.
+                "grad_norm": result.grad_norm if isfinite(result.grad_norm) else None,
                 "lr": result.lr,
                 "tokens": result.num_tokens,
                 "tokens_per_s": tokens_per_s,

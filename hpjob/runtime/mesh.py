@@ -1,15 +1,15 @@
 """The mesh of ranks: axes ``pp, dp, sp, tp``, outermost first, rank-major.
 
-Two views of the same ranks. ``device_mesh`` has the axes of the plan. ``parameter_mesh`` re-divides
-dp·sp into ``replicate`` and ``shard``, the axes over which FSDP2 copies and splits parameters: ZeRO-0
-replicates over all of dp·sp, the other stages shard over all of it.
+Two views of the same ranks, which share their process groups. ``device_mesh`` has the axes of the plan.
+``parameter_mesh`` re-divides dp·sp into ``replicate`` and ``shard``, the axes over which FSDP2 copies and
+splits parameters: ZeRO-0 replicates over all of dp·sp, the other stages shard over all of it, or over groups
+of ``zero_shard_size`` neighbours of which each holds everything once.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -17,6 +17,10 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from hpjob.core.errors import UserInputError
 from hpjob.plan.model import Axis, ParallelDegrees, Plan
+from hpjob.runtime.process_groups import ProcessGroups, Traffic
+
+_LAYERS: Traffic = "layers"
+_PARAMETERS: Traffic = "parameters"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -24,6 +28,7 @@ class Mesh:
     """Groups and coordinates of this rank."""
 
     degrees: ParallelDegrees
+    groups: ProcessGroups
     device_mesh: DeviceMesh
     """Axes pp, dp, sp, tp."""
     parameter_mesh: DeviceMesh
@@ -63,8 +68,8 @@ class Mesh:
         """Return the global ranks along an axis that share this rank's other coordinates."""
         return dist.get_process_group_ranks(self.group(axis))
 
-    def new_pipeline_group(self, members: Sequence[int]) -> dist.ProcessGroup | None:
-        """Make one more group in every pipeline; a collective call of all ranks of the world.
+    def pipeline_group(self, members: Sequence[int]) -> dist.ProcessGroup | None:
+        """Return a group inside every pipeline; a collective call of all ranks of the world.
 
         Args:
             members: Positions on the pp axis.
@@ -72,30 +77,24 @@ class Mesh:
         Returns:
             The group of this rank's pipeline, or None where this rank is not in it.
         """
+        return self.groups.get(self._pipeline_rows(members), "parameters")
+
+    def message_groups(self, axis: Axis, count: int) -> list[dist.ProcessGroup]:
+        """Return groups along an axis whose messages do not wait for one another; a collective call of all ranks.
+
+        Args:
+            axis: Whose ranks send to each other.
+            count: How many; with gloo all are one.
+        """
+        rows = self._ranks_of_plan().movedim(list(Axis).index(axis), -1).flatten(0, -2).tolist()
+        return [group for group in self.groups.for_messages(rows, count) if group is not None]
+
+    def _ranks_of_plan(self) -> torch.Tensor:
+        return torch.arange(self.world_size).view([self.size(axis) for axis in Axis])
+
+    def _pipeline_rows(self, members: Sequence[int]) -> list[list[int]]:
         stride = self.world_size // self.degrees.pp
-        mine = None
-        # Names of groups that only their members make depend on how many each has made before: unsafe here.
-        for row in range(stride):
-            ranks = [position * stride + row for position in members]
-            group = dist.new_group(ranks, **self._message_options())
-            if self.rank in ranks:
-                mine = group
-        return mine
-
-    def new_group_along(self, axis: Axis) -> dist.ProcessGroup:
-        """Make a second group like :meth:`group`; a collective call of all ranks of the world."""
-        shape = [self.size(other) for other in Axis]
-        rows = torch.arange(self.world_size).view(shape).movedim(list(Axis).index(axis), -1).flatten(0, -2).tolist()
-        groups: dict[bool, dist.ProcessGroup] = {self.rank in row: dist.new_group(row) for row in rows}
-        return groups[True]
-
-    def _message_options(self) -> dict[str, Any]:
-        """Let a receive that waits on a GPU occupy four of its multiprocessors; NCCL would take up to 32."""
-        if self.device_mesh.device_type != "cuda":
-            return {}
-        options = dist.ProcessGroupNCCL.Options()
-        options.config.max_ctas = 4
-        return {"backend": "nccl", "pg_options": options}
+        return [[position * stride + row for position in members] for row in range(stride)]
 
     @property
     def tp_mesh(self) -> DeviceMesh:
@@ -158,14 +157,19 @@ def build_mesh(plan: Plan, device_type: str) -> Mesh:
             f"(pp {degrees.pp} x dp {degrees.dp} x sp {degrees.sp} x tp {degrees.tp}), the job has {world}",
             hint="start as many ranks as the plan has, or plan again for this number",
         )
-    data_ranks = degrees.dp * degrees.sp
-    replicate, shard = (data_ranks, 1) if plan.zero_stage == 0 else (1, data_ranks)
-    shape = (degrees.pp, degrees.dp, degrees.sp, degrees.tp)
+    replicate, shard = _replicate_and_shard(plan, degrees.dp * degrees.sp)
+    groups = ProcessGroups(device_type)
+    ranks = torch.arange(world)
+    axes = {Axis.PP: _PARAMETERS, Axis.DP: _PARAMETERS, Axis.SP: _LAYERS, Axis.TP: _LAYERS}
     return Mesh(
         degrees=degrees,
-        device_mesh=_mesh(device_type, shape, [axis.value for axis in Axis]),
-        parameter_mesh=_mesh(
-            device_type, (degrees.pp, replicate, shard, degrees.tp), ["pp", "replicate", "shard", "tp"]
+        groups=groups,
+        device_mesh=groups.mesh(
+            ranks.view(degrees.pp, degrees.dp, degrees.sp, degrees.tp), {a.value: t for a, t in axes.items()}
+        ),
+        parameter_mesh=groups.mesh(
+            ranks.view(degrees.pp, replicate, shard, degrees.tp),
+            {"pp": _PARAMETERS, "replicate": _PARAMETERS, "shard": _PARAMETERS, "tp": _LAYERS},
         ),
     )
 
@@ -177,13 +181,23 @@ def add_expert_mesh(mesh: Mesh, plan: Plan) -> Mesh:
     axes, so that a parameter's shards are contiguous chunks of contiguous chunks.
     """
     d = plan.degrees
-    rest = d.dp * d.sp // d.ep
-    replicate, shard = (rest, 1) if plan.zero_stage == 0 else (1, rest)
+    _, dense_shard = _replicate_and_shard(plan, d.dp * d.sp)
+    shard = max(1, dense_shard // d.ep)
+    replicate = d.dp * d.sp // (d.ep * shard)
     ranks = torch.arange(d.world_size).view(d.pp, replicate, shard, d.ep, d.tp).transpose(2, 3).contiguous()
-    names = ("pp", "expert_replicate", "ep", "expert_shard", "tp")
-    return replace(mesh, expert_mesh=DeviceMesh(mesh.device_mesh.device_type, ranks, mesh_dim_names=names))
+    axes = {
+        "pp": _PARAMETERS,
+        "expert_replicate": _PARAMETERS,
+        "ep": _LAYERS,
+        "expert_shard": _PARAMETERS,
+        "tp": _LAYERS,
+    }
+    return replace(mesh, expert_mesh=mesh.groups.mesh(ranks, axes))
 
 
-def _mesh(device_type: str, shape: Sequence[int], names: Sequence[str]) -> DeviceMesh:
-    ranks = torch.arange(dist.get_world_size()).view(*shape)
-    return DeviceMesh(device_type, ranks, mesh_dim_names=tuple(names))
+def _replicate_and_shard(plan: Plan, data_ranks: int) -> tuple[int, int]:
+    """Return how often parameters are copied over dp·sp, and over how many ranks each copy is sharded."""
+    if plan.zero_stage == 0:
+        return data_ranks, 1
+    shard = plan.zero_shard_size or data_ranks
+    return data_ranks // shard, shard

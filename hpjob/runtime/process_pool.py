@@ -23,6 +23,7 @@ from typing import Any, Self
 import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import PrefixStore, TCPStore
+from torch.distributed.tensor import debug
 
 from hpjob.core.errors import HpjobError
 
@@ -180,9 +181,18 @@ def _run(rank: int, job: tuple[int, int, str, int, float], call: bytes) -> Any:
         result = function(*args)
     finally:
         faulthandler.cancel_dump_traceback_later()
-    # Groups that a reference cycle keeps (FSDP2 makes some) would keep their threads, which wake often.
+    # Groups that a reference cycle keeps (FSDP2 makes some), or a cache, would keep their threads, which wake often.
+    _forget_device_meshes()
     gc.collect()
     # Only after success: on a failure peers may be stuck, and tearing down would wait for them.
     dist.barrier()
     dist.destroy_process_group()
     return result
+
+
+def _forget_device_meshes() -> None:
+    """Empty torch's caches of DTensor operations, which hold meshes and with them groups."""
+    for name in ("_clear_sharding_prop_cache", "_clear_fast_path_sharding_prop_cache"):
+        clear = getattr(debug, name, None)
+        if clear is not None:
+            clear()

@@ -32,11 +32,29 @@ def refuse_unsupported(plan: Plan, recipe: Recipe) -> None:
 
 
 def _unsupported_switches(plan: Plan) -> list[str]:
-    degrees = plan.degrees
+    degrees, shard = plan.degrees, plan.zero_shard_size
+    data_ranks = degrees.dp * degrees.sp
     reasons = []
-    if plan.cpu_offload:
-        reasons.append("cpu_offload is not supported")
-    return [*reasons, *_unsupported_pipeline(plan.pipeline, degrees.pp)]
+    if plan.zero_stage == 0 and plan.cpu_offload:
+        reasons.append("cpu_offload keeps the shards of ZeRO in the host's memory: it needs zero_stage of at least 1")
+    if plan.zero_stage == 0 and shard is not None:
+        reasons.append("zero_shard_size divides the shards of ZeRO into groups: it needs zero_stage of at least 1")
+    elif shard is not None and data_ranks % shard:
+        reasons.append(f"zero_shard_size {shard} does not divide dp {degrees.dp} x sp {degrees.sp} = {data_ranks}")
+    elif shard is not None and shard % degrees.ep and degrees.ep % shard:
+        reasons.append(f"zero_shard_size {shard} and ep {degrees.ep}: neither is a multiple of the other")
+    return [*reasons, *_unsupported_recomputation(plan), *_unsupported_pipeline(plan.pipeline, degrees.pp)]
+
+
+def _unsupported_recomputation(plan: Plan) -> list[str]:
+    counts, layers = plan.recompute_layers_per_stage, plan.pipeline.layers_per_stage
+    if counts is None:
+        return []
+    if plan.recompute != "full":
+        return [f"num_ckpt_layers_per_stage needs the recomputation policy full, not {plan.recompute}"]
+    if len(counts) != len(layers) or any(n > held for n, held in zip(counts, layers, strict=False)):
+        return [f"num_ckpt_layers_per_stage {list(counts)} does not fit stages of {list(layers)} layers"]
+    return []
 
 
 def _unsupported_sequence(plan: Plan, recipe: Recipe) -> list[str]:

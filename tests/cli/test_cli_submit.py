@@ -145,7 +145,7 @@ def test_variables_that_would_override_are_shown(
 
 
 def test_a_plan_that_the_runtime_cannot_run_is_refused_before_the_queue(cli: Cli, fake_slurm: FakeSlurm) -> None:
-    change = ("--set", "parallel.cpu_offload=true")
+    change = ("--set", "model.model_type=phi3")
     result = cli(*TINY, *change)
     assert result.code == 2 and "runtime cannot run" in result.err
     assert cli(*TINY, *change, "--dry-run").code == 0

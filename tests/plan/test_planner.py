@@ -89,6 +89,8 @@ def test_tiny_runs_as_two_by_two_by_two_here() -> None:
             ["parallel.tp_size=4", "parallel.pp_size=4", "parallel.sp_size=1", "parallel.microbatch_size=3"],
             "does not divide by 3 sequences a microbatch",
         ),
+        (["parallel.zero_stage=0", "parallel.cpu_offload=true"], "offloading to the host needs ZeRO stage 1 or more"),
+        (["parallel.tp_size=8", "parallel.zero_shard_size=3"], "does not divide by zero_shard_size 3"),
     ],
 )
 def test_impossible_wishes_get_the_rule_and_the_nearest_legal_layouts(overrides: list[str], expected: str) -> None:
@@ -96,6 +98,16 @@ def test_impossible_wishes_get_the_rule_and_the_nearest_legal_layouts(overrides:
         _plan("70b", 4, "dgx-a100-80g", *overrides)
     assert expected in caught.value.message
     assert "nearest legal layouts: tp " in caught.value.hint or "global_batch_size" in caught.value.hint
+
+
+def test_shards_in_groups_and_offloading_reach_the_plan() -> None:
+    changes = ["parallel.zero_stage=3", "parallel.zero_shard_size=2"]
+    grouped = _plan("7b", 2, "hgx-h100", *changes)
+    offloaded = _plan("7b", 2, "hgx-h100", *changes, "parallel.cpu_offload=true")
+    assert (grouped.zero_shard_size, "in groups of 2" in grouped.summary) == (2, True)
+    assert grouped.memory[0].optimizer_gib > 0
+    assert (offloaded.cpu_offload, offloaded.memory[0].optimizer_gib) == (True, 0)
+    assert offloaded.time.optimizer_s > grouped.time.optimizer_s
 
 
 def test_nothing_fits_says_how_much_is_missing_and_what_helps() -> None:

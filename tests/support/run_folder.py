@@ -82,12 +82,17 @@ def small_recipe(data: Path, **sections: dict[str, Any]) -> Recipe:
 
 
 def make_plan(recipe: Recipe, *, tp: int = 1, pp: int = 1, dp: int = 1) -> Plan:
-    """Return a plan with microbatches of one sequence."""
-    degrees = ParallelDegrees(tp=tp, pp=pp, dp=dp)
-    microbatches = recipe.training.global_batch_size // dp
-    return fixed_plan(
-        recipe, degrees, fixed_pipeline(recipe, degrees, num_microbatches=microbatches, microbatch_size=1)
+    """Return a plan with microbatches of one sequence, and the recipe's schedule."""
+    degrees, parallel = ParallelDegrees(tp=tp, pp=pp, dp=dp), recipe.parallel
+    pipeline = fixed_pipeline(
+        recipe,
+        degrees,
+        num_microbatches=recipe.training.global_batch_size // dp,
+        microbatch_size=1,
+        style="1f1b" if parallel.pp_style == "auto" else parallel.pp_style,
+        num_model_chunks=1 if parallel.num_model_chunks == "auto" else parallel.num_model_chunks,
     )
+    return fixed_plan(recipe, degrees, pipeline)
 
 
 @dataclass

@@ -56,7 +56,8 @@ def _ring(plan: Plan, mesh: Mesh) -> Ring:
     inside, rest = divmod(plan.gpus_per_node, plan.degrees.tp)
     if rest or not 1 < inside < size or size % inside:
         return Ring(group=group)
-    return Ring(group=group, inner_size=inside, outer_group=mesh.new_group_along(Axis.SP))
+    (outer_group,) = mesh.message_groups(Axis.SP, 1)
+    return Ring(group=group, inner_size=inside, outer_group=outer_group)
 
 
 def attention_kernel(plan: Plan, mesh: Mesh) -> AttentionKernel:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -104,20 +105,12 @@ class ShardedParameter:
     def like(self, local: Tensor) -> Tensor:
         """Describe another local tensor as cut like this parameter."""
         if self.described is not None:
-            shape = self.region.shape
-            stride = torch.empty(shape, device="meta").stride()
-            return DTensor.from_local(local, *self.described, run_check=False, shape=torch.Size(shape), stride=stride)
+            shape = torch.Size(self.region.shape)
+            return _describe(local, *self.described, shape, torch.empty(shape, device="meta").stride())
         parameter = self.parameter
         if not isinstance(parameter, DTensor):
             return local
-        return DTensor.from_local(
-            local,
-            parameter.device_mesh,
-            parameter.placements,
-            run_check=False,
-            shape=parameter.shape,
-            stride=parameter.stride(),
-        )
+        return _describe(local, parameter.device_mesh, parameter.placements, parameter.shape, parameter.stride())
 
     def _shaped(self, tensor: Tensor) -> Tensor:
         """The dims that the region tells apart may be one in what is computed with."""
@@ -127,6 +120,16 @@ class ShardedParameter:
 
 def _local(tensor: Tensor) -> Tensor:
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+def _describe(
+    local: Tensor, mesh: DeviceMesh, placements: Sequence[Placement], shape: torch.Size, stride: tuple[int, ...]
+) -> DTensor:
+    described = DTensor.from_local(local, mesh, placements, run_check=False, shape=shape, stride=stride)
+    if local.device.type != mesh.device_type:
+        # torch has moved the tensor to the mesh's device; what the host's memory holds shall stay there.
+        described._local_tensor = local
+    return described
 
 
 @dataclass(frozen=True, slots=True)

@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 from torch import Tensor, nn
 
 from hpjob.recipe.model import ModelShape
 from hpjob.runtime.model.families import Family, Placement
-from hpjob.runtime.parallel.linear import ColumnParallelLinear, GatheredLinear, RowParallelLinear, SharedHeadLinear
+from hpjob.runtime.parallel.linear import (
+    ColumnParallelLinear,
+    GatheredLinear,
+    RowParallelLinear,
+    SharedHeadLinear,
+    multiply_gathered,
+)
 from hpjob.runtime.parallel.tensor_region import TensorRegion
-from hpjob.runtime.sequence.split_gather import SequenceLinearSettings, gather_linear
+from hpjob.runtime.sequence.split_gather import BlockInput
 
 
 def place_layer(layer: nn.Module, family: Family, shape: ModelShape, region: TensorRegion) -> None:
@@ -28,11 +33,7 @@ def place_layer(layer: nn.Module, family: Family, shape: ModelShape, region: Ten
     key_value_heads = max(1, shape.num_key_value_heads // region.size)
     attention.num_key_value_groups = query_heads // key_value_heads  # type: ignore[assignment]
     for name in family.parallel_blocks:
-        block = layer.get_submodule(name)
-        if region.is_ring:
-            _enter_ring(block, region)
-        else:
-            _enter_parallel_region(block, region)
+        _enter_parallel_region(layer.get_submodule(name), region)
 
 
 def _cut(linear: nn.Linear, placement: Placement, shape: ModelShape, region: TensorRegion) -> nn.Module:
@@ -48,33 +49,28 @@ def _cut(linear: nn.Linear, placement: Placement, shape: ModelShape, region: Ten
 
 
 def _enter_parallel_region(block: nn.Module, region: TensorRegion) -> None:
-    """Sum the gradient of a block's input once, however many cut layers read that input."""
+    """Let a block's input enter the region once, however many cut layers read it.
 
-    _change_input(block, region.enter)
-
-
-def _enter_ring(block: nn.Module, region: TensorRegion) -> None:
-    """Multiply with the weights of all of a block's cut layers while the parts of its input go round."""
+    Of a split sequence the cut layers' products are made here, from parts of it as they come.
+    """
     columns = [module for module in block.modules() if isinstance(module, GatheredLinear)]
+    rows = [module for module in block.modules() if isinstance(module, RowParallelLinear)]
 
-    def enter(shard: Tensor) -> Tensor:
-        queue = columns[0].queue
-        defer = None if queue is None else queue.defer_for([target for c in columns for target in c.targets])
-        settings = SequenceLinearSettings(group=region.group, is_ring=True, defer_weight_gradients=defer)
-        weights = [column.used_weight() for column in columns]
-        for column, product in zip(columns, gather_linear(shard, weights, settings), strict=True):
-            column.ready = product
-        batch, length, width = shard.shape
+    def enter(hidden: Tensor) -> Tensor:
+        if not region.multiplies_while_splitting:
+            return region.enter(hidden)
+        defers = columns[0].queue is not None
+        block_input = None if defers or len(rows) != 1 else BlockInput()
+        multiply_gathered(hidden, columns, region, block_input)
+        if block_input is not None:
+            rows[0].block = (block_input, hidden.detach())
+        batch, length, width = hidden.shape
         # The block reads no more than the shape of its input; its layers have their products.
-        return shard.new_empty(()).expand(batch, length * region.size, width)
+        return hidden.new_empty(()).expand(batch, length * region.size, width)
 
-    _change_input(block, enter)
-
-
-def _change_input(block: nn.Module, change: Callable[[Tensor], Tensor]) -> None:
     def hook(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
         if args:
-            return (change(args[0]), *args[1:]), kwargs
-        return args, {**kwargs, "hidden_states": change(kwargs["hidden_states"])}
+            return (enter(args[0]), *args[1:]), kwargs
+        return args, {**kwargs, "hidden_states": enter(kwargs["hidden_states"])}
 
     block.register_forward_pre_hook(hook, with_kwargs=True)

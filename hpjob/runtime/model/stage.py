@@ -20,11 +20,12 @@ from hpjob.recipe.model import ModelShape
 from hpjob.runtime.model.families import Family
 from hpjob.runtime.model.placement import place_layer
 from hpjob.runtime.moe.expert_parallel import ExpertParallelExperts
-from hpjob.runtime.parallel.linear import ColumnParallelLinear, DeferringLinear, local_tensor
+from hpjob.runtime.parallel.linear import ColumnParallelLinear, DeferringLinear, local_tensor, multiply_gathered
 from hpjob.runtime.parallel.region import chunk_bounds
 from hpjob.runtime.parallel.tensor_region import TensorRegion
 from hpjob.runtime.parallel.vocabulary import VocabularyParallelEmbedding, cross_entropy_sum
 from hpjob.runtime.sequence.attention_interface import AttentionKernel, install_attention
+from hpjob.runtime.sequence.split_gather import gather_linear
 from hpjob.runtime.weight_gradients import WeightGradientQueue
 
 EMBEDDING = "model.embed_tokens.weight"
@@ -84,7 +85,7 @@ class DecoderStage(nn.Module):
         self.shape = shape
         self.region = region
         self.tied = shape.tie_word_embeddings
-        self.recompute_every = plan.recompute_every_kth_layer if plan.recompute == "full" else 0
+        self.recomputed = _recomputed(plan, part)
         self.vocab_begin, _ = chunk_bounds(shape.vocab_size, region.size, region.rank)
         self._family = family
         self._config = family.config(shape)
@@ -162,8 +163,7 @@ class DecoderStage(nn.Module):
         if document_ids is not None:
             arguments["document_ids"] = document_ids
         for number, layer in enumerate(self.decoder_layers):
-            recompute = bool(self.recompute_every) and number % self.recompute_every == 0
-            hidden = _run_layer(layer, hidden, arguments, recompute=recompute and self.training)
+            hidden = _run_layer(layer, hidden, arguments, recompute=number in self.recomputed and self.training)
         return self._logits(hidden) if self.part.is_last else hidden
 
     def loss_sum(self, logits: Tensor, labels: Tensor) -> Tensor:
@@ -178,11 +178,27 @@ class DecoderStage(nn.Module):
         return hidden * torch.tensor(self.shape.hidden_size**0.5, dtype=hidden.dtype, device=hidden.device)
 
     def _logits(self, hidden: Tensor) -> Tensor:
-        hidden = self.region.enter(self.model.norm(hidden))  # type: ignore[operator]
+        hidden = self.model.norm(hidden)  # type: ignore[operator]
         if self.tied and self.part.is_first:
-            return F.linear(hidden, local_tensor(self.model.embed_tokens.weight))  # type: ignore[union-attr,arg-type]
+            weight = local_tensor(self.model.embed_tokens.weight)  # type: ignore[union-attr,arg-type]
+            if self.region.multiplies_while_splitting:
+                return gather_linear(hidden, [weight], self.region.linear_settings(None))[0]
+            return F.linear(self.region.enter(hidden), weight)
+        if self.region.multiplies_while_splitting:
+            multiply_gathered(hidden, [self.lm_head], self.region)
+        else:
+            hidden = self.region.enter(hidden)
         logits: Tensor = self.lm_head(hidden)
         return logits
+
+
+def _recomputed(plan: Plan, part: StagePart) -> range:
+    """Return which of a stage's layers run again in the backward pass, counted from its first."""
+    if plan.recompute != "full":
+        return range(0)
+    if plan.recompute_layers_per_stage is not None:
+        return range(plan.recompute_layers_per_stage[part.index])
+    return range(0, len(part.layers), plan.recompute_every_kth_layer)
 
 
 def _run_layer(layer: Callable[..., Any], hidden: Tensor, arguments: dict[str, Any], *, recompute: bool) -> Tensor:

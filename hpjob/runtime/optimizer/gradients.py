@@ -11,15 +11,18 @@ from torch import Tensor
 from hpjob.runtime.model.parameters import ShardedParameter
 
 
-def sum_gradients(items: Sequence[ShardedParameter], group: dist.ProcessGroup) -> None:
+def sum_gradients(items: Sequence[ShardedParameter], group: dist.ProcessGroup, device: torch.device) -> None:
     """Sum the gradients of some parameters over a group, in one collective, in place.
 
-    All ranks of the group must hold the same parameters, cut the same way.
+    Args:
+        items: All ranks of the group must hold the same ones, cut the same way; in the host's memory or not.
+        group: To sum over.
+        device: That the group communicates from.
     """
     gradients = [gradient for item in items if (gradient := item.local_gradient) is not None]
     if not gradients or group.size() == 1:
         return
-    flat = torch.cat([gradient.flatten() for gradient in gradients]).float()
+    flat = torch.cat([gradient.flatten() for gradient in gradients]).float().to(device)
     dist.all_reduce(flat, group=group)
     for gradient, part in zip(gradients, torch.split(flat, [g.numel() for g in gradients]), strict=True):
         gradient.copy_(part.view_as(gradient))
@@ -49,7 +52,7 @@ def clip(items: Sequence[ShardedParameter], norm: Tensor, max_norm: float, loss_
     """Undo the loss scale and bring the global norm of all gradients down to ``max_norm``; 0 = leave it."""
     gradients = [gradient for item in items if (gradient := item.local_gradient) is not None]
     if (max_norm or loss_scale != 1.0) and gradients:
-        torch._foreach_mul_(gradients, clip_scale(norm, max_norm, loss_scale))
+        torch._foreach_mul_(gradients, clip_scale(norm, max_norm, loss_scale).to(gradients[0].device))
 
 
 def clip_scale(norm: Tensor, max_norm: float, loss_scale: float = 1.0) -> Tensor:

@@ -9,6 +9,9 @@ stage mesh             gradients reduced      parameters      held between micro
 3     shard            after every one        sharded, fp32   shards only
 ===== ================ ====================== =============== ============================
 
+With ``zero_shard_size`` both axes of the mesh are above 1: gradients are reduced inside a group as above, and
+summed across groups after the last microbatch. With ``cpu_offload`` the shards lie in the host's memory.
+
 Gradients are summed, never averaged: the loss is already divided by the global number of tokens.
 """
 
@@ -20,7 +23,13 @@ from typing import Protocol
 import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp import (
+    CPUOffloadPolicy,
+    FSDPModule,
+    MixedPrecisionPolicy,
+    OffloadPolicy,
+    fully_shard,
+)
 from torch.distributed.tensor import DTensor, Shard
 
 from hpjob.plan.model import Plan
@@ -57,8 +66,10 @@ def shard_stage(stage: DecoderStage, plan: Plan, mesh: Mesh) -> None:
     Without data parallelism there is nothing to shard or reduce, and the stage stays as it is: FSDP2 would copy
     all weights and gradients once more on their way.
     """
-    if not needs_fsdp(mesh):
+    if not needs_fsdp(plan, mesh):
         return
+    is_cuda = mesh.device_mesh.device_type == "cuda"
+    offload = CPUOffloadPolicy(pin_memory=is_cuda) if plan.cpu_offload else OffloadPolicy()
     policy = MixedPrecisionPolicy(
         param_dtype=COMPUTE_DTYPE[plan.precision], reduce_dtype=torch.float32, cast_forward_inputs=False
     )
@@ -76,6 +87,7 @@ def shard_stage(stage: DecoderStage, plan: Plan, mesh: Mesh) -> None:
             mesh=unit_mesh,
             reshard_after_forward=plan.zero_stage == 3,
             mp_policy=policy,
+            offload_policy=offload,
             shard_placement_fn=placement,
         )
     for unit in fsdp_units(stage):
@@ -84,9 +96,9 @@ def shard_stage(stage: DecoderStage, plan: Plan, mesh: Mesh) -> None:
         unit.set_force_sum_reduction_for_comms(True)
 
 
-def needs_fsdp(mesh: Mesh) -> bool:
-    """Whether more than one rank shares these parameters beside the tensor-parallel group."""
-    return mesh.fsdp_mesh.size() > 1
+def needs_fsdp(plan: Plan, mesh: Mesh) -> bool:
+    """Whether more than one rank shares these parameters beside the tensor-parallel group, or the host keeps them."""
+    return plan.cpu_offload or mesh.fsdp_mesh.size() > 1
 
 
 def parameter_shard_dim(parameter: nn.Parameter, parts: int) -> int:
@@ -131,9 +143,11 @@ class GradientSync:
         if last is self._last or not self._units:
             return
         self._last = last
-        self._units[0].set_is_last_backward(last)
+        self._units[0].set_is_last_backward(False)
         for unit in self._units:
             unit.set_requires_gradient_sync(last or (self._every and not deferred), recurse=False)
+            # Across groups of shards, where parameters have copies, once a step is enough.
+            unit.set_requires_all_reduce(last, recurse=False)
             unit.set_reshard_after_backward(last or self._reshard_every, recurse=False)
 
     def after_deferred(self, *, last: bool) -> None:
@@ -141,9 +155,19 @@ class GradientSync:
         self.after_backward()
         if self._units:
             self.before_backward(last=last, deferred=True)
-            # What FSDP2 does at the end of a backward pass, which deferred gradients come after: torch's own
-            # pipeline stages call it too.
-            fully_shard.state(self._units[0])._root_post_backward_final_callback()  # type: ignore[attr-defined]
+            self._end_backward()
+
+    def end_step(self) -> None:
+        """Wait for the reductions that the last backward passes began; until now they ran beside other stages' work."""
+        if self._units:
+            self._units[0].set_is_last_backward(True)
+            self._end_backward()
+            self._last = None
+
+    def _end_backward(self) -> None:
+        # What FSDP2 does at the end of a backward pass, which deferred gradients and other stages' passes come
+        # after: torch's own pipeline stages call it too.
+        fully_shard.state(self._units[0])._root_post_backward_final_callback()  # type: ignore[attr-defined]
 
     def after_backward(self) -> None:
         """Add the gradients of a backward pass to their sum in fp32, where FSDP2 does not."""

@@ -8,6 +8,7 @@ whole block (:meth:`hpjob.runtime.parallel.tensor_region.TensorRegion.enter`), s
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -19,7 +20,7 @@ from torch.distributed.tensor import DTensor, Shard
 
 from hpjob.runtime.parallel.region import chunk_bounds
 from hpjob.runtime.parallel.tensor_region import TensorRegion
-from hpjob.runtime.sequence.split_gather import SequenceLinearSettings, linear_reduce_scatter
+from hpjob.runtime.sequence.split_gather import BlockInput, gather_linear, linear_reduce_scatter
 from hpjob.runtime.weight_gradients import DeferWeightGradients, GradientTarget, WeightGradientQueue
 
 
@@ -116,6 +117,25 @@ class GatheredLinear(DeferringLinear):
         return product if bias is None else product + bias
 
 
+def multiply_gathered(
+    shard: Tensor, columns: Sequence[GatheredLinear], region: TensorRegion, block: BlockInput | None = None
+) -> None:
+    """Multiply a split sequence with the weights of some layers while it is gathered; they find their products.
+
+    Args:
+        shard: (batch, this rank's part of the sequence, features).
+        columns: Layers that read the same input.
+        region: Whose sequence is split.
+        block: The block that begins with these layers, if its last one gathers their input for the backward pass.
+    """
+    queue = columns[0].queue
+    defer = None if queue is None else queue.defer_for([target for c in columns for target in c.targets])
+    weights = [column.used_weight() for column in columns]
+    products = gather_linear(shard, weights, region.linear_settings(defer, block))
+    for column, product in zip(columns, products, strict=True):
+        column.ready = product
+
+
 class ColumnParallelLinear(GatheredLinear):
     """``y = x W^T + b`` with the rows of W (output features) cut; y stays cut.
 
@@ -139,7 +159,13 @@ class ColumnParallelLinear(GatheredLinear):
 
 
 class RowParallelLinear(DeferringLinear):
-    """``y = x W^T + b`` with the columns of W (input features) cut like x; y leaves the region summed."""
+    """``y = x W^T + b`` with the columns of W (input features) cut like x; y leaves the region summed.
+
+    Attributes:
+        block: Of a split sequence: what entered the block that ends here, and who wants it back; taken once.
+    """
+
+    block: tuple[BlockInput, Tensor] | None = None
 
     def __init__(self, in_features: int, out_features: int, *, bias: bool, region: TensorRegion) -> None:
         super().__init__()
@@ -149,10 +175,12 @@ class RowParallelLinear(DeferringLinear):
 
     def forward(self, inputs: Tensor) -> Tensor:
         """Map (..., this rank's chunk of in_features) to (..., out_features)."""
-        if self.region.is_ring:
-            defer = None if self.queue is None else self.queue.defer_for(self.targets)
-            settings = SequenceLinearSettings(group=self.region.group, is_ring=True, defer_weight_gradients=defer)
-            outputs = linear_reduce_scatter(inputs, self.used_weight(), settings)
+        if self.region.multiplies_while_splitting:
+            (block, shard), self.block = self.block or (None, None), None
+            settings = self.region.linear_settings(
+                None if self.queue is None else self.queue.defer_for(self.targets), block
+            )
+            outputs = linear_reduce_scatter(inputs, self.used_weight(), settings, shard)
         else:
             outputs = self.region.leave(self.product(inputs))
         return outputs if self.bias is None else outputs + self.bias

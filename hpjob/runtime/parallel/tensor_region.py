@@ -4,12 +4,19 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from hpjob.runtime.parallel.collectives import copy_to_group, reduce_from_group
-from hpjob.runtime.sequence.split_gather import gather_sequence, reduce_scatter_sequence
+from hpjob.runtime.sequence.split_gather import (
+    BlockInput,
+    SequenceLinearSettings,
+    gather_sequence,
+    reduce_scatter_sequence,
+)
+from hpjob.runtime.weight_gradients import DeferWeightGradients
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -38,6 +45,22 @@ class TensorRegion:
     @property
     def rank(self) -> int:
         return int(self.mesh.get_local_rank())
+
+    @property
+    def multiplies_while_splitting(self) -> bool:
+        """Whether linears gather and scatter the sequence themselves; compiled code shows each step to the compiler."""
+        return self.splits_sequence and self.size > 1 and not torch.compiler.is_compiling()
+
+    def linear_settings(
+        self, defer: DeferWeightGradients | None, block: BlockInput | None = None
+    ) -> SequenceLinearSettings:
+        """Return how such a linear communicates.
+
+        Args:
+            defer: Receives the computation of its weight gradients.
+            block: Of both edges of a block.
+        """
+        return SequenceLinearSettings(group=self.group, is_ring=self.is_ring, defer_weight_gradients=defer, block=block)
 
     def enter(self, hidden: Tensor) -> Tensor:
         """Give every rank the whole sequence; backward, sum what the ranks send back."""

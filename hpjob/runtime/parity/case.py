@@ -16,6 +16,7 @@ from hpjob.recipe.model import ModelShape, Recipe
 _DEGREES = ("tp_size", "pp_size", "sp_size", "ep_size")
 _PARALLEL = (
     "zero_stage",
+    "zero_shard_size",
     "precision",
     "enable_sequence_parallelism",
     "sequence_parallelism_mode",
@@ -26,7 +27,8 @@ _PARALLEL = (
 _PIPELINE = ("num_microbatches", "microbatch_size", "pp_style", "num_model_chunks", "layers_per_stage")
 _OPTIMIZER = ("lr", "max_norm", "weight_decay", "schedule", "warmup_steps")
 _MODEL = tuple(name for name in ModelShape.model_fields if name != "model_type")
-_OTHER = ("dp_size", "recompute", "every_kth_layer", "seq_length", "seed", "documents", "model_type", "gpus_per_node")
+_RECOMPUTE = ("recompute", "every_kth_layer", "num_ckpt_layers_per_stage")
+_OTHER = ("dp_size", "seq_length", "seed", "documents", "model_type", "gpus_per_node", *_RECOMPUTE)
 _KEYS = (*_DEGREES, *_PARALLEL, *_PIPELINE, *_OPTIMIZER, *_MODEL, *_OTHER)
 
 _DEFAULT_MODEL: Mapping[str, object] = {
@@ -66,7 +68,8 @@ def parse_case(text: str, *, world: int | None, steps: int, model_type: str = "l
     Args:
         text: ``key=value`` pairs: degrees (``tp_size``, ``pp_size``, ``dp_size``, …), switches of the recipe's
             ``parallel`` section, ``num_microbatches``, ``microbatch_size``, ``layers_per_stage=3,5``,
-            ``recompute``, ``every_kth_layer``, ``seq_length``, ``seed``, ``documents`` packed into a sequence,
+            ``recompute``, ``every_kth_layer``, ``num_ckpt_layers_per_stage=2,0``, ``seq_length``, ``seed``,
+            ``documents`` packed into a sequence,
             ``gpus_per_node``, and any key of the recipe's ``model`` and ``optimizer`` sections.
         world: Processes to fill with data parallelism when there is no ``dp_size``; None = dp 1 then.
         steps: Optimizer steps.
@@ -96,6 +99,7 @@ def parse_case(text: str, *, world: int | None, steps: int, model_type: str = "l
                 "gradient_checkpoint_config": {
                     "policy": values.get("recompute", "none"),
                     "every_kth_layer": values.get("every_kth_layer", 1),
+                    "num_ckpt_layers_per_stage": _integers(values.get("num_ckpt_layers_per_stage")),
                 },
             },
         },

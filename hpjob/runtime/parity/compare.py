@@ -36,6 +36,10 @@ TOLERANCES: dict[Precision, Tolerance] = {
 }
 
 
+TAIL_STEPS = 20
+TAIL_TOLERANCE = 5e-3
+
+
 @dataclass(frozen=True, slots=True)
 class Outcome:
     """The line printed for a case; figures are None when it did not run."""
@@ -43,6 +47,8 @@ class Outcome:
     case: str
     world: int
     loss_rel: float | None
+    tail_loss_rel: float | None
+    """Of the mean loss of the last :data:`TAIL_STEPS` steps: whether a long run drifts."""
     grad_rel: float | None
     weight_rel: float | None
     steps: int
@@ -62,17 +68,28 @@ def compare_case(pool: ProcessPool, case: Case, reference: Trajectory, steps: in
     try:
         records: list[RankRecord] = pool.run(train_case, case, steps, broken, world=case.world)
     except WorkerError as error:
-        return Outcome(case.text, case.world, None, None, None, steps, False, error.refusal or str(error))
+        return not_run(case.text, case.world, steps, error.refusal or str(error))
+    if any(record.skipped != reference.skipped for record in records):
+        left_out = f"updates left out in steps {records[0].skipped}, by the reference in {reference.skipped}"
+        return not_run(case.text, case.world, steps, left_out)
     gradients, _ = assemble(part for record in records for part in record.gradients)
     weights, differing = assemble(part for record in records for part in record.weights)
     loss_rel = max(_loss_difference(record.losses, reference.losses) for record in records)
+    tail_rel = max(_tail_difference(record.losses, reference.losses) for record in records)
     grad_rel = relative_difference(gradients, reference.gradients)
     weight_rel = relative_difference(weights, reference.weights)
     limit = TOLERANCES[case.plan.precision]
     # Written so that a NaN fails.
     close = loss_rel <= limit.loss and grad_rel <= limit.gradient and weight_rel <= limit.weight
+    close = close and tail_rel <= TAIL_TOLERANCE
     reason = f"replicas differ: {', '.join(differing[:3])}" if differing else None
-    return Outcome(case.text, case.world, loss_rel, grad_rel, weight_rel, steps, close and not differing, reason)
+    ok = close and not differing
+    return Outcome(case.text, case.world, loss_rel, tail_rel, grad_rel, weight_rel, steps, ok, reason)
+
+
+def not_run(case: str, world: int, steps: int, reason: str) -> Outcome:
+    """Return the outcome of a case that cannot be compared."""
+    return Outcome(case, world, None, None, None, None, steps, False, reason)
 
 
 def assemble(parts: Iterable[Part]) -> tuple[dict[str, Tensor], list[str]]:
@@ -112,9 +129,14 @@ def relative_difference(found: dict[str, Tensor], expected: dict[str, Tensor]) -
         (found[name].view_as(value).double() - value.double()).square().sum().item() for name, value in expected.items()
     )
     norm = sum(value.double().square().sum().item() for value in expected.values())
-    return float((difference / norm) ** 0.5)
+    return float((difference / norm) ** 0.5) if expected else 0.0
 
 
 def _loss_difference(found: Sequence[float], expected: Sequence[float]) -> float:
     differences = [abs(a - b) / abs(b) for a, b in zip(found, expected, strict=True)]
     return float(torch.tensor(differences, dtype=torch.float64).max())
+
+
+def _tail_difference(found: Sequence[float], expected: Sequence[float]) -> float:
+    mean = sum(expected[-TAIL_STEPS:])
+    return abs(sum(found[-TAIL_STEPS:]) - mean) / abs(mean)

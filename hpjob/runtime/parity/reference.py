@@ -18,7 +18,8 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from hpjob.recipe.model import ModelShape, OptimizerSettings, Recipe
 from hpjob.runtime.engine import Batch
 from hpjob.runtime.model.initial import initial_weight
-from hpjob.runtime.parity.data import global_batch
+from hpjob.runtime.parallel.vocabulary import IGNORED_LABEL
+from hpjob.runtime.parity.data import global_batch, rank_batch
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,27 +28,42 @@ class Trajectory:
 
     Attributes:
         losses: Mean token loss of every step.
+        skipped: Steps that updated nothing because fp16 overflowed.
         gradients: Unclipped gradients of the first update, by name: of step 1, unless fp16 overflowed there.
         weights: After the last step, by name.
     """
 
     losses: list[float]
+    skipped: list[int]
     gradients: dict[str, Tensor]
     weights: dict[str, Tensor]
 
 
-def train_reference(recipe: Recipe, steps: int, documents: int = 1) -> Trajectory:
-    """Train in one process in the recipe's precision; master weights, moments and norms are fp32."""
+def train_reference(
+    recipe: Recipe, steps: int, documents: int = 1, *, microbatch_size: int | None = None
+) -> Trajectory:
+    """Train in one process in the recipe's precision; master weights, moments and norms are fp32.
+
+    Args:
+        recipe: Model, data, optimizer.
+        steps: Optimizer steps.
+        documents: Packed into each sequence.
+        microbatch_size: Sequences whose gradients are computed at once. In fp16 it decides which steps overflow,
+            since the gradients of a whole batch can be too large where those of its parts are not; None = all.
+    """
     model = _model(recipe)
     settings = recipe.optimizer
     optimizer = _optimizer(model, settings)
     losses: list[float] = []
+    skipped: list[int] = []
     gradients: dict[str, Tensor] = {}
     scale = _Scale(recipe)
     for step in range(1, steps + 1):
         optimizer.zero_grad()
-        losses.append(_backward(model, recipe, global_batch(recipe, step, documents), scale.value))
+        batch = global_batch(recipe, step, documents)
+        losses.append(_backward(model, recipe, batch, scale.value, microbatch_size or len(batch.input_ids)))
         if scale.overflowed(model):
+            skipped.append(step)
             continue
         if not gradients:
             gradients = {n: p.grad.clone() for n, p in model.named_parameters() if p.grad is not None}
@@ -57,7 +73,7 @@ def train_reference(recipe: Recipe, steps: int, documents: int = 1) -> Trajector
             group["lr"] = _rate(settings, step, recipe.training.steps)
         optimizer.step()
     weights = {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
-    return Trajectory(losses, gradients, weights)
+    return Trajectory(losses, skipped, gradients, weights)
 
 
 class _Scale:
@@ -119,23 +135,38 @@ def _optimizer(model: nn.Module, settings: OptimizerSettings) -> torch.optim.Opt
     return torch.optim.AdamW(groups, lr=settings.lr, betas=settings.betas, eps=settings.eps)
 
 
-def _backward(model: nn.Module, recipe: Recipe, batch: Batch, scale: float) -> float:
+def _backward(model: nn.Module, recipe: Recipe, batch: Batch, scale: float, microbatch_size: int) -> float:
     """Leave the gradients of the mean token loss on the fp32 model and return the loss."""
     dtype = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}[recipe.parallel.precision]
     compute = model if dtype is torch.float32 else copy.deepcopy(model).to(dtype)
+    num_tokens = (batch.labels != IGNORED_LABEL).sum()
+    total = 0.0
+    count = len(batch.input_ids) // microbatch_size
+    for part in (rank_batch(batch, index, count) for index in range(count)):
+        loss = _loss_sum(compute, part, dtype) / num_tokens
+        torch.autograd.backward(loss * scale)
+        total += loss.item()
+        if compute is model:
+            continue
+        for master, copied in zip(model.parameters(), compute.parameters(), strict=True):
+            if copied.grad is not None:
+                gradient = copied.grad.float() / scale
+                master.grad = gradient if master.grad is None else master.grad + gradient
+                copied.grad = None
+    return total
+
+
+def _loss_sum(model: nn.Module, batch: Batch, dtype: torch.dtype) -> Tensor:
     mask = None
     if batch.document_ids is not None:
         length = batch.input_ids.shape[1]
         allowed = batch.document_ids[:, :, None] == batch.document_ids[:, None, :]
         allowed &= torch.ones(length, length).tril().bool()
         mask = torch.zeros(allowed.shape, dtype=dtype).masked_fill(~allowed, torch.finfo(dtype).min).unsqueeze(1)
-    logits = compute(input_ids=batch.input_ids, position_ids=batch.position_ids, attention_mask=mask).logits
-    loss = torch.nn.functional.cross_entropy(logits.float().flatten(0, 1), batch.labels.flatten(), ignore_index=-100)
-    torch.autograd.backward(loss * scale)
-    if compute is not model:
-        for master, copied in zip(model.parameters(), compute.parameters(), strict=True):
-            master.grad = None if copied.grad is None else copied.grad.float() / scale
-    return loss.item()
+    logits = model(input_ids=batch.input_ids, position_ids=batch.position_ids, attention_mask=mask).logits
+    return torch.nn.functional.cross_entropy(
+        logits.float().flatten(0, 1), batch.labels.flatten(), ignore_index=IGNORED_LABEL, reduction="sum"
+    )
 
 
 def _rate(settings: OptimizerSettings, step: int, total: int) -> float:

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 
 from hpjob.core.errors import HpjobError
 from hpjob.runtime.parity.case import Case, parse_case
-from hpjob.runtime.parity.compare import Outcome, compare_case
+from hpjob.runtime.parity.compare import Outcome, compare_case, not_run
 from hpjob.runtime.parity.reference import Trajectory, train_reference
 from hpjob.runtime.process_pool import ProcessPool
 
@@ -23,21 +23,39 @@ def run_cases(
         model_type: Model family.
         broken: Name of a deliberate fault.
     """
-    references: dict[str, Trajectory] = {}
+    references = References(steps)
     for line in lines:
         try:
             case = parse_case(line, world=pool.size, steps=steps, model_type=model_type)
         except HpjobError as error:
-            yield Outcome(line, pool.size, None, None, None, steps, False, error.message)
+            yield not_run(line, pool.size, steps, error.message)
             continue
         if case.world > pool.size:
             reason = f"needs {case.world} processes, --world is {pool.size}"
-            yield Outcome(line, case.world, None, None, None, steps, False, reason)
+            yield not_run(line, case.world, steps, reason)
             continue
-        key = _reference_key(case)
-        if key not in references:
-            references[key] = train_reference(case.recipe, steps, case.documents)
-        yield compare_case(pool, case, references[key], steps, broken)
+        yield compare_case(pool, case, references.of(case), steps, broken)
+
+
+class References:
+    """One-process runs, each done once.
+
+    Args:
+        steps: Optimizer steps.
+    """
+
+    def __init__(self, steps: int) -> None:
+        self._steps = steps
+        self._kept: dict[str, Trajectory] = {}
+
+    def of(self, case: Case) -> Trajectory:
+        """Return what a case is compared with."""
+        # In fp16, microbatches decide which steps overflow.
+        microbatch_size = case.plan.pipeline.microbatch_size if case.plan.precision == "fp16" else None
+        key = f"{microbatch_size} {_reference_key(case)}"
+        if key not in self._kept:
+            self._kept[key] = train_reference(case.recipe, self._steps, case.documents, microbatch_size=microbatch_size)
+        return self._kept[key]
 
 
 def _reference_key(case: Case) -> str:

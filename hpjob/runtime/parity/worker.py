@@ -26,11 +26,13 @@ class RankRecord:
 
     Attributes:
         losses: Of every step; equal on all ranks.
+        skipped: Steps that updated nothing because fp16 overflowed.
         gradients: Unclipped, of the first update.
         weights: After the last step.
     """
 
     losses: list[float]
+    skipped: list[int]
     gradients: list[Part]
     weights: list[Part]
 
@@ -39,8 +41,8 @@ def train_case(case: Case, steps: int, broken: str | None) -> RankRecord:
     """Train a case on this rank of the default process group."""
     device = torch.device("cuda", torch.cuda.current_device()) if dist.get_backend() == "nccl" else torch.device("cpu")
     mesh = build_mesh(case.plan, device.type)
-    losses = []
-    updated = False
+    losses: list[float] = []
+    skipped: list[int] = []
     gradients: list[Part] = []
     with fault(broken):
         engine = Engine(case.plan, case.recipe, mesh, device)
@@ -48,14 +50,20 @@ def train_case(case: Case, steps: int, broken: str | None) -> RankRecord:
             whole = global_batch(case.recipe, step, case.documents)
             batch = rank_batch(whole, mesh.dp_rank, mesh.dp_size)
             loss, tokens = engine.accumulate_gradients(batch)
-            if not updated:
-                gradients = [
-                    (p.name, p.region, p.local_gradient.cpu() / engine.gradient_scale)
-                    for p in engine.parameters
-                    if p.local_gradient is not None
-                ]
+            first = [] if gradients else _gradients(engine)
             result = engine.apply_gradients(loss, tokens, step)
-            updated = updated or isfinite(result.grad_norm)
             losses.append(result.loss)
+            if isfinite(result.grad_norm):
+                gradients = gradients or first
+            else:
+                skipped.append(step)
     weights = [(p.name, p.region, p.local.cpu().clone()) for p in engine.parameters]
-    return RankRecord(losses, gradients, weights)
+    return RankRecord(losses, skipped, gradients, weights)
+
+
+def _gradients(engine: Engine) -> list[Part]:
+    return [
+        (p.name, p.region, p.local_gradient.cpu() / engine.gradient_scale)
+        for p in engine.parameters
+        if p.local_gradient is not None
+    ]

@@ -92,6 +92,8 @@ class PipelineExecutor:
                 self._backward(action)
             else:
                 self._weight_gradients(action)
+        for state in self._stages.values():
+            state.sync.end_step()
         self._transport.end_step()
         return self._loss_sum
 

@@ -1,8 +1,9 @@
 """Point-to-point messages between pipeline ranks.
 
-A pipeline has one process group a direction and kind of tensor. Between two ranks a group then carries
-messages one way only, and NCCL, which runs a group's operations in the order they were given and
-knows no tags, cannot have a send and a receive wait for each other.
+With NCCL a pipeline has one process group a direction and kind of tensor. Between two ranks a group then
+carries messages one way only, and NCCL, which runs a group's operations in the order they were given and
+knows no tags, cannot have a send and a receive wait for each other. With gloo one group carries them all;
+the kind is the tag.
 """
 
 from __future__ import annotations
@@ -60,7 +61,8 @@ class Transport:
         channel = (message.source, message.destination, action.kind)
         for earlier in self._unposted[channel]:
             buffer = torch.empty(self._shape, dtype=self._dtype, device=self._device)
-            work = dist.irecv(buffer, self._ranks[message.source], group=self._groups[_direction(channel)])
+            group = self._groups[_direction(channel)]
+            work = dist.irecv(buffer, self._ranks[message.source], group=group, tag=_tag(action.kind))
             self._incoming[earlier.made_by] = (buffer, _present(work))
             if earlier.made_by == action:
                 return
@@ -79,7 +81,7 @@ class Transport:
             raise ValueError(f"the result of {action} stays on its rank")
         group = self._groups[_direction((message.source, message.destination, action.kind))]
         tensor = tensor.contiguous()
-        work = _present(dist.isend(tensor, self._ranks[message.destination], group=group))
+        work = _present(dist.isend(tensor, self._ranks[message.destination], group=group, tag=_tag(action.kind)))
         self._outgoing = [(kept, pending) for kept, pending in self._outgoing if not pending.is_completed()]
         self._outgoing.append((tensor, work))
 
@@ -94,9 +96,9 @@ class Transport:
             group = self._groups[_direction((source, destination, kind))]
             element = torch.zeros(1, device=device)
             if source == self._rank:
-                dist.send(element, ranks[destination], group=group)
+                dist.send(element, ranks[destination], group=group, tag=_tag(kind))
             else:
-                dist.recv(element, ranks[source], group=group)
+                dist.recv(element, ranks[source], group=group, tag=_tag(kind))
 
     def end_step(self) -> None:
         """Wait until everything sent has left."""
@@ -116,9 +118,12 @@ def _direction(channel: Channel) -> Direction:
 
 def _direction_groups(schedule: Schedule, mesh: Mesh) -> dict[Direction, dist.ProcessGroup]:
     pp_size = mesh.size(Axis.PP)
-    directions = {_direction(channel) for rank in range(pp_size) for channel in channels(schedule, rank)}
-    groups = {direction: mesh.new_pipeline_group(range(pp_size)) for direction in sorted(directions)}
-    return {direction: group for direction, group in groups.items() if group is not None}
+    directions = sorted({_direction(channel) for rank in range(pp_size) for channel in channels(schedule, rank)})
+    return dict(zip(directions, mesh.message_groups(Axis.PP, len(directions)), strict=True))
+
+
+def _tag(kind: Kind) -> int:
+    return list(Kind).index(kind)
 
 
 def _present(work: dist.Work | None) -> dist.Work:

@@ -1,7 +1,8 @@
 """Megatron's sequence parallelism: activations between tensor-parallel regions are split along the sequence.
 
 The four edges with their gradients, and the two linears at them. A linear behind a gather saves only its shard of
-the input and gathers again in the backward pass, while the gradient of its input is computed.
+the input. In the backward pass the whole input comes again with the gradient that the block's other edge gathers, or
+else, where no block is named, by one more gather while the gradient of the input is computed.
 """
 
 from __future__ import annotations
@@ -92,6 +93,22 @@ def split_sequence(tensor: Tensor, group: dist.ProcessGroup, *, dim: int = 1) ->
     return result
 
 
+class BlockInput:
+    """Carries the whole input of a block from its last linear to its first ones within one backward pass."""
+
+    def __init__(self) -> None:
+        self._whole: Tensor | None = None
+
+    def give(self, whole: Tensor) -> None:
+        """Leave what was gathered."""
+        self._whole = whole
+
+    def take(self) -> Tensor | None:
+        """Return what was gathered and forget it; None = nothing was."""
+        whole, self._whole = self._whole, None
+        return whole
+
+
 @dataclass(frozen=True, kw_only=True)
 class SequenceLinearSettings:
     """How a linear at an edge of a split sequence communicates.
@@ -100,11 +117,13 @@ class SequenceLinearSettings:
         group: The tensor-parallel ranks.
         is_ring: Send shards around a ring, one multiplication behind another, in place of one collective.
         defer_weight_gradients: Receives the weight gradients' computation instead of autograd.
+        block: The same for the linears at both edges of a block, of whom one then gathers for the other.
     """
 
     group: dist.ProcessGroup
     is_ring: bool = False
     defer_weight_gradients: DeferWeightGradients | None = None
+    block: BlockInput | None = None
 
 
 class _GatherLinear(torch.autograd.Function):
@@ -125,7 +144,11 @@ class _GatherLinear(torch.autograd.Function):
         settings: SequenceLinearSettings = ctx.settings
         shard, *weights = ctx.saved_tensors
 
+        whole = None if settings.block is None else settings.block.take()
+
         def weight_gradients() -> tuple[Tensor, ...]:
+            if whole is not None:
+                return tuple(_weight_gradient(grad, whole) for grad in grad_outputs)
             return _gathered_weight_gradients(shard, grad_outputs, weights, settings)
 
         def partial(grads: Sequence[Tensor]) -> Tensor:
@@ -137,10 +160,10 @@ class _GatherLinear(torch.autograd.Function):
             shard_grad = _ring_reduce(grad_outputs, partial, settings.group)
             weight_grads: Sequence[Tensor | None] = weight_gradients() if now else (None,) * len(weights)
         else:
-            regather = start_gather(shard, settings.group) if now else None
+            regather = start_gather(shard, settings.group) if now and whole is None else None
             reduction = start_reduction(partial(grad_outputs), settings.group)
-            whole = regather.wait() if regather is not None else None
-            weight_grads = tuple(None if whole is None else _weight_gradient(g, whole) for g in grad_outputs)
+            whole = whole if regather is None else regather.wait()
+            weight_grads = weight_gradients() if now else (None,) * len(weights)
             shard_grad = reduction.wait()
         if any(ctx.needs_input_grad[2:]) and settings.defer_weight_gradients is not None:
             settings.defer_weight_gradients(weights, weight_gradients)
@@ -149,9 +172,11 @@ class _GatherLinear(torch.autograd.Function):
 
 class _LinearReduceScatter(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, tensor: Tensor, settings: SequenceLinearSettings, weight: Tensor) -> Tensor:
+    def forward(
+        ctx: Any, tensor: Tensor, settings: SequenceLinearSettings, weight: Tensor, block_shard: Tensor | None
+    ) -> Tensor:
         ctx.settings = settings
-        ctx.save_for_backward(tensor, weight)
+        ctx.save_for_backward(tensor, weight, block_shard)
         check_divisible(tensor.shape[1], dist.get_world_size(settings.group))
         if settings.is_ring:
             return _ring_reduce((tensor,), lambda parts: parts[0] @ weight.t(), settings.group)
@@ -160,23 +185,29 @@ class _LinearReduceScatter(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor | None, ...]:
         settings: SequenceLinearSettings = ctx.settings
-        tensor, weight = ctx.saved_tensors
+        tensor, weight, block_shard = ctx.saved_tensors
+        grad = grad_outputs[0]
+        rides_along = settings.block is not None and block_shard is not None and block_shard.dtype == grad.dtype
+        travelling = torch.cat([grad, block_shard]) if rides_along else grad
         if settings.is_ring:
             size = dist.get_world_size(settings.group)
-            grads: list[Tensor] = [grad_outputs[0]] * size
-            products: list[Tensor] = [grad_outputs[0]] * size
-            for source, visiting in _ring_shards(grad_outputs[0], settings.group):
-                grads[source], products[source] = visiting, visiting @ weight
-            whole, grad_input = torch.cat(grads, dim=1), torch.cat(products, dim=1)
+            arrived: list[Tensor] = [travelling] * size
+            products: list[Tensor] = [grad] * size
+            for source, visiting in _ring_shards(travelling, settings.group):
+                arrived[source], products[source] = visiting, visiting[: len(grad)] @ weight
+            gathered, grad_input = torch.cat(arrived, dim=1), torch.cat(products, dim=1)
         else:
-            whole = start_gather(grad_outputs[0], settings.group).wait()
-            grad_input = whole @ weight
+            gathered = start_gather(travelling, settings.group).wait()
+            grad_input = gathered[: len(grad)] @ weight
+        whole = gathered[: len(grad)]
+        if settings.block is not None and rides_along:
+            settings.block.give(gathered[len(grad) :])
         if not ctx.needs_input_grad[2]:
-            return grad_input, None, None
+            return grad_input, None, None, None
         if settings.defer_weight_gradients is not None:
             settings.defer_weight_gradients([weight], lambda: (_weight_gradient(whole, tensor),))
-            return grad_input, None, None
-        return grad_input, None, _weight_gradient(whole, tensor)
+            return grad_input, None, None, None
+        return grad_input, None, _weight_gradient(whole, tensor), None
 
 
 def _weight_gradient(grad_output: Tensor, tensor: Tensor) -> Tensor:
@@ -240,13 +271,16 @@ def gather_linear(shard: Tensor, weights: Sequence[Tensor], settings: SequenceLi
     return result
 
 
-def linear_reduce_scatter(tensor: Tensor, weight: Tensor, settings: SequenceLinearSettings) -> Tensor:
+def linear_reduce_scatter(
+    tensor: Tensor, weight: Tensor, settings: SequenceLinearSettings, block_shard: Tensor | None = None
+) -> Tensor:
     """Row-parallel linear whose sum over the group is left split along the sequence.
 
     Args:
         tensor: Shape (batch, whole sequence, local features).
         weight: Shape (outputs, local features).
         settings: Group and manner of communication.
+        block_shard: Shard that entered the block of ``settings``, shaped like the result; gathered on the way back.
 
     Returns:
         Shape (batch, local sequence, outputs). A bias is the caller's.
@@ -254,5 +288,5 @@ def linear_reduce_scatter(tensor: Tensor, weight: Tensor, settings: SequenceLine
     Raises:
         UserInputError: The sequence is no multiple of the group size.
     """
-    result: Tensor = _LinearReduceScatter.apply(tensor, settings, weight)  # type: ignore[no-untyped-call]
+    result: Tensor = _LinearReduceScatter.apply(tensor, settings, weight, block_shard)  # type: ignore[no-untyped-call]
     return result

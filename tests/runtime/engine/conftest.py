@@ -11,11 +11,11 @@ pytest.importorskip("transformers", reason="the runtime's tests need the [train]
 
 from hpjob.runtime.parity.case import parse_case
 from hpjob.runtime.parity.compare import Outcome, compare_case
-from hpjob.runtime.parity.reference import Trajectory, train_reference
+from hpjob.runtime.parity.run import References
 from hpjob.runtime.process_pool import ProcessPool
+from tests.runtime.engine.coverage import SMALL
 
 STEPS = 3
-SMALL = "num_hidden_layers=4 hidden_size=32 intermediate_size=48 vocab_size=96 seq_length=16"
 
 
 @pytest.fixture(scope="session")
@@ -27,15 +27,10 @@ def pool() -> Iterator[ProcessPool]:
 @pytest.fixture(scope="session")
 def parity(pool: ProcessPool) -> Callable[..., Outcome]:
     """Run a parity case of the small model; one-process references are kept."""
-    references: dict[str, Trajectory] = {}
+    references = References(STEPS)
 
     def run(text: str, *, broken: str | None = None, precision: str = "fp32", model: str = "llama") -> Outcome:
         case = parse_case(f"{SMALL} precision={precision} {text}", world=None, steps=STEPS, model_type=model)
-        recipe = case.recipe
-        scale = recipe.parallel.initial_scale
-        key = repr((recipe.model, recipe.data, recipe.training, recipe.optimizer, precision, scale, case.documents))
-        if key not in references:
-            references[key] = train_reference(recipe, STEPS, case.documents)
-        return compare_case(pool, case, references[key], STEPS, broken)
+        return compare_case(pool, case, references.of(case), STEPS, broken)
 
     return run

@@ -15,6 +15,8 @@ from hpjob.runtime.engine import Engine
 from hpjob.runtime.mesh import build_mesh
 from hpjob.runtime.parity.case import Case, parse_case
 from hpjob.runtime.parity.data import global_batch, rank_batch
+from hpjob.runtime.pipeline.executor import PipelineExecutor
+from hpjob.runtime.pipeline.schedule import Action
 from hpjob.runtime.process_pool import ProcessPool
 from hpjob.runtime.sequence import attention_interface
 
@@ -89,8 +91,8 @@ def test_shared_key_value_heads_cost_one_sum_a_step(pool: ProcessPool) -> None:
     ("mode", "per_layer"),
     [
         ("tp_size=2 sequence_parallelism_mode=split_gather", {"all_gather": 2 + 2, "reduce_scatter": 2 + 2}),
-        # Around each of two blocks: in once, out once; backward, out once, and in twice, again for the weights.
-        ("tp_size=2 sequence_parallelism_mode=ring", {"messages": 4 + 6, "all_gather": 0, "all_reduce": 0}),
+        # Around each of two blocks: in once, out once; backward likewise, the block's input with the gradient.
+        ("tp_size=2 sequence_parallelism_mode=ring", {"messages": 4 + 4, "all_gather": 0, "all_reduce": 0}),
         ("sp_size=2 sequence_parallelism_mode=all_to_all zero_stage=0", {"all_to_all": 4 + 4}),
         # K and V go round once forward, once backward, and their gradients go all the way home.
         ("sp_size=2 sequence_parallelism_mode=ring_attn zero_stage=0", {"messages": 1 + 1 + 2}),
@@ -108,6 +110,7 @@ def test_what_a_layer_sends_on_a_split_sequence(pool: ProcessPool, mode: str, pe
         ("none", [3, 3, 3, 3], 12),
         ("full", [6, 6, 6, 6], 24),
         ("full every_kth_layer=2", [6, 3, 6, 3], 18),
+        ("full num_ckpt_layers_per_stage=3", [6, 6, 6, 3], 21),
         ("selective", [3, 3, 3, 3], 24),
     ],
 )
@@ -147,6 +150,50 @@ def test_zero_stages(pool: ProcessPool, zero_stage: int, gathers: int, scatters:
     assert counts["reduce_scatter"] == scatters
     assert counts["all_reduce"] == sums
     assert counts["all_gather"] == gathers
+
+
+# Sums across groups: one a unit and step, however often gradients are reduced inside a group.
+@pytest.mark.parametrize(("zero_stage", "gathers", "scatters", "sums"), [(1, 5, 5, 5 + 2), (3, 30, 15, 5 + 2)])
+def test_shards_in_groups(pool: ProcessPool, zero_stage: int, gathers: int, scatters: int, sums: int) -> None:
+    counts = counts_of(pool, f"dp_size=4 zero_shard_size=2 zero_stage={zero_stage} num_microbatches=3")
+    assert (counts["all_gather"], counts["reduce_scatter"], counts["all_reduce"]) == (gathers, scatters, sums)
+
+
+def order_of_step(case: Case) -> list[str]:
+    """Backward passes by stage, and reductions, in the order in which this rank begins them."""
+    mesh = build_mesh(case.plan, "cpu")
+    engine = Engine(case.plan, case.recipe, mesh, torch.device("cpu"))
+    began: list[str] = []
+    backward = PipelineExecutor._backward
+
+    def noted_backward(self: PipelineExecutor, action: Action) -> None:
+        began.append(f"backward {action.stage}")
+        backward(self, action)
+
+    def noted_reduction(original: Any) -> Any:
+        def reduce(*args: Any, **kwargs: Any) -> Any:
+            began.append("reduce")
+            return original(*args, **kwargs)
+
+        return reduce
+
+    batch = rank_batch(global_batch(case.recipe, 1), mesh.dp_rank, mesh.dp_size)
+    with ExitStack() as patches:
+        patches.enter_context(patch.object(PipelineExecutor, "_backward", noted_backward))
+        for name in ("reduce_scatter_tensor", "reduce_scatter_single"):
+            if hasattr(dist, name):
+                patches.enter_context(patch.object(dist, name, noted_reduction(getattr(dist, name))))
+        engine.train_step(batch, 1)
+    return began
+
+
+def test_a_stage_reduces_while_another_still_runs_backwards(pool: ProcessPool) -> None:
+    chosen = case("pp_size=2 dp_size=2 pp_style=interleaved num_model_chunks=2 zero_stage=1 num_microbatches=4")
+    order = pool.run(order_of_step, chosen, world=chosen.world)[0]
+    # One layer a stage: its unit reduces inside its last backward pass, before the other stage's last ones.
+    last_of_the_later_stage = max(i for i, what in enumerate(order) if what == "backward 2")
+    assert order[last_of_the_later_stage + 1] == "reduce"
+    assert "backward 0" in order[last_of_the_later_stage + 2 :]
 
 
 def test_zero_0_reduces_each_unit_once(pool: ProcessPool) -> None:

@@ -6,7 +6,7 @@ import pytest
 
 from hpjob.core.errors import UserInputError
 from hpjob.plan.model import Pipeline
-from hpjob.runtime.pipeline.schedule import Action, Kind, Schedule, build_schedule, channels, validate
+from hpjob.runtime.pipeline.schedule import Action, Kind, Schedule, build_schedule, channels, run_order, validate
 
 
 def pipeline(num_microbatches: int, stages: int, style: str = "1f1b", chunks: int = 1) -> Pipeline:
@@ -114,3 +114,27 @@ def test_messages_go_to_neighbours_in_the_senders_order() -> None:
 def test_an_unknown_style_is_refused() -> None:
     with pytest.raises(UserInputError, match="no pipeline schedule 'gpipe'"):
         build_schedule(pipeline(4, 2, "gpipe"), 2)
+
+
+def simulated_bubble(schedule: Schedule, seconds: float) -> float:
+    """Idle part of a step in which every forward and each half of a backward pass takes as long."""
+    ends: dict[Action, float] = {}
+    clocks = [0.0] * len(schedule.actions)
+    for action in run_order(schedule):
+        rank = schedule.stage_rank[action.stage]
+        start = max([clocks[rank], *(ends[needed] for needed in schedule.requires(action))])
+        halves = 2 if action.kind is Kind.BACKWARD and not schedule.defers_weights else 1
+        clocks[rank] = ends[action] = start + halves * seconds
+    busy = 3 * seconds * schedule.num_microbatches * len(schedule.stages_of(0))
+    return 1 - busy / max(clocks)
+
+
+@pytest.mark.parametrize(("pp_size", "num_microbatches"), [(2, 2), (2, 8), (4, 4), (4, 16), (8, 16)])
+@pytest.mark.parametrize(("style", "chunks"), [("1f1b", 1), ("interleaved", 2), ("interleaved", 4), ("zbv", 2)])
+def test_the_simulated_bubble_is_that_of_the_formula(
+    style: str, chunks: int, pp_size: int, num_microbatches: int
+) -> None:
+    schedule = build_schedule(pipeline(num_microbatches, pp_size * chunks, style, chunks), pp_size)
+    # Steps of the ramp over all steps; zbv's ramp steps are a third as long and of half a stage.
+    work = {"1f1b": num_microbatches, "interleaved": chunks * num_microbatches, "zbv": 6 * num_microbatches}[style]
+    assert simulated_bubble(schedule, 1.0) == pytest.approx((pp_size - 1) / (work + pp_size - 1), rel=0.01)

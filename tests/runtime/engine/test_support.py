@@ -17,7 +17,11 @@ from hpjob.runtime.support import refuse_unsupported, unsupported
         ("tp_size=4 num_attention_heads=12 num_key_value_heads=6 hidden_size=48", "neither is a multiple of the other"),
         ("tp_size=2 intermediate_size=97", "intermediate_size 97 does not divide by tp 2"),
         ("tp_size=4 vocab_size=5", "vocab_size 5 leaves a rank of tp 4 without tokens"),
-        ("cpu_offload=true", "cpu_offload is not supported"),
+        ("cpu_offload=true zero_stage=0", "it needs zero_stage of at least 1"),
+        ("zero_shard_size=1 zero_stage=0", "it needs zero_stage of at least 1"),
+        ("zero_shard_size=2", "zero_shard_size 2 does not divide dp 1 x sp 1 = 1"),
+        ("recompute=full num_ckpt_layers_per_stage=9", "does not fit stages of [8] layers"),
+        ("num_ckpt_layers_per_stage=1", "needs the recomputation policy full, not none"),
         ("sequence_parallelism_mode=split_gather", "split_gather needs tp of at least 2"),
         ("tp_size=2 sp_size=2 sequence_parallelism_mode=ring", "ring shares the tp group"),
         ("sp_size=2", "sp 2 needs a sequence_parallelism_mode"),
@@ -40,7 +44,7 @@ def test_each_reason_is_a_sentence(text: str, sentence: str) -> None:
 
 
 def test_all_reasons_come_at_once() -> None:
-    case = parse_case("tp_size=3 cpu_offload=true dp_size=1", world=8, steps=1)
+    case = parse_case("tp_size=3 cpu_offload=true zero_stage=0 dp_size=1", world=8, steps=1)
     assert len(unsupported(case.plan, case.recipe)) >= 2
 
 

@@ -12,9 +12,10 @@ import torch.distributed as dist
 from torch.utils.checkpoint import checkpoint
 
 from hpjob.core.errors import UserInputError
+from hpjob.runtime.moe import grouped_linear as grouped_linear_module
 from hpjob.runtime.moe.dispatch import dispatch, route
 from hpjob.runtime.moe.expert_parallel import ExpertParallelExperts, check_ep_size, replace_experts
-from hpjob.runtime.moe.grouped_linear import can_group, grouped_linear
+from hpjob.runtime.moe.grouped_linear import grouped_linear
 from hpjob.runtime.weight_gradients import WeightGradientQueue
 from tests.runtime.gloo_pool import GlooPool
 
@@ -270,13 +271,27 @@ def test_experts_without_rows_get_zero_gradients() -> None:
     assert weight.grad is not None and not weight.grad.any()
 
 
+ROWS = [[5, 11, 0, 16], [0, 0, 33, 0], [1, 2, 3, 4]]
+
+
 @needs_cuda
-@pytest.mark.parametrize("counts", [[5, 11, 0, 16], [0, 0, 33, 0], [1, 2, 3, 4]])
+@pytest.mark.parametrize("counts", ROWS)
 def test_fused_grouped_product_equals_the_loop(counts: list[int]) -> None:
+    check_fused_product(counts, "cuda")
+
+
+@pytest.mark.skipif(not hasattr(torch.nn.functional, "grouped_mm"), reason="this torch has no grouped product")
+@pytest.mark.parametrize("counts", ROWS)
+def test_calls_of_the_fused_product_are_right_on_the_cpu_too(counts: list[int]) -> None:
+    with mock.patch.object(grouped_linear_module, "can_group", lambda *_: True):
+        check_fused_product(counts, "cpu")
+
+
+def check_fused_product(counts: list[int], device: str) -> None:
     torch.manual_seed(0)
-    rows = torch.randn(sum(counts), 64, device="cuda", dtype=torch.bfloat16, requires_grad=True)
-    weight = torch.randn(4, 32, 64, device="cuda", dtype=torch.bfloat16, requires_grad=True)
-    assert can_group(rows, weight)
+    rows = torch.randn(sum(counts), 64, device=device, dtype=torch.bfloat16, requires_grad=True)
+    weight = torch.randn(4, 32, 64, device=device, dtype=torch.bfloat16, requires_grad=True)
+    assert grouped_linear_module.can_group(rows, weight)
     out = grouped_linear(rows, weight, counts)
     grad_out = torch.randn_like(out)
     actual = (out, *torch.autograd.grad(out, (rows, weight), grad_out))

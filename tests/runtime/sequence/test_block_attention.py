@@ -92,6 +92,26 @@ def test_cuda_blocks_fp32(masked: bool) -> None:
     assert max(errors_of_two_blocks(CudaEfficientBackend(), torch.float32, "cuda", masked=masked)) <= 1e-4
 
 
+@pytest.mark.parametrize(
+    ("backend", "kv_heads"),
+    [
+        (CudaFlashBackend(), 2),
+        (CudnnBackend(native_gqa=True), 2),
+        (CudnnBackend(native_gqa=False), 4),
+        (CudaEfficientBackend(), 4),
+    ],
+)
+def test_this_torch_knows_the_calls_of_the_cuda_kernels(backend: AttentionBackend, kv_heads: int) -> None:
+    """Shapes alone, on the meta device: names, arguments and results are right without a GPU."""
+    q = torch.empty(2, 4, 32, 64, dtype=torch.bfloat16, device="meta")
+    k = torch.empty(2, kv_heads, 16, 64, dtype=torch.bfloat16, device="meta")
+    settings = BlockSettings(scale=0.1)
+    out, lse = backend.forward(q, k, k, settings)
+    assert (out.shape, lse.shape, lse.dtype) == (q.shape, q.shape[:3], torch.float32)
+    grads = backend.backward(out, q, k, k, out, lse, settings)
+    assert [grad.shape for grad in grads] == [q.shape, k.shape, k.shape]
+
+
 @needs_cuda
 def test_cuda_choice_takes_the_tensors_that_it_was_made_for() -> None:
     for dtype in (torch.bfloat16, torch.float32):
