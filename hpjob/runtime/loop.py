@@ -19,8 +19,9 @@ from hpjob.runtime.data.batches import BatchReader
 from hpjob.runtime.engine import Batch, StepResult
 from hpjob.runtime.failures import FailureReporter
 from hpjob.runtime.records import AttemptRecords
-from hpjob.runtime.rendezvous import Timeouts, set_timeout
+from hpjob.runtime.rendezvous import set_timeout
 from hpjob.runtime.signals import describe
+from hpjob.runtime.timeouts import Timeouts
 
 log = logging.getLogger(__name__)
 
@@ -93,9 +94,14 @@ class TrainLoop:
     def _train_step(self) -> None:
         step = self._step + 1
         self._t.reporter.step = step
+        progress = self._t.reporter.progress
+        progress.begin_step(step)
         started = time.perf_counter()
-        result = self._t.engine.train_step(self._t.batches.read(step), step)
+        batch = self._t.batches.read(step)
+        progress.begin_compute(step)
+        result = self._t.engine.train_step(batch, step)
         duration = time.perf_counter() - started
+        progress.end_step(duration)
         self._step, self._lr = step, result.lr
         if step == self._first_step:
             # Only now are compilation and the first connections of every group behind us.
@@ -128,7 +134,8 @@ class TrainLoop:
     def _save(self) -> bool:
         """Save the current step on all ranks; tell whether a complete checkpoint came of it."""
         set_timeout(self._t.timeouts.setup_s)
-        saved = self._write_checkpoint()
+        with self._t.reporter.progress.saving(self._step):
+            saved = self._write_checkpoint()
         set_timeout(self._t.timeouts.step_s)
         return saved
 

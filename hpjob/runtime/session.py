@@ -16,13 +16,15 @@ from hpjob.runtime.data.batches import BatchReader
 from hpjob.runtime.data.tokens import TokenDataset
 from hpjob.runtime.engine import Engine
 from hpjob.runtime.failures import FailureReporter
+from hpjob.runtime.health.hang_watch import HangWatch
 from hpjob.runtime.loop import Training, TrainLoop
 from hpjob.runtime.mesh import build_mesh
 from hpjob.runtime.rank import Rank
 from hpjob.runtime.records import AttemptRecords
-from hpjob.runtime.rendezvous import Timeouts, choose_device, join
+from hpjob.runtime.rendezvous import choose_device, join
 from hpjob.runtime.settings import AttemptSettings
 from hpjob.runtime.signals import StopRequest, describe
+from hpjob.runtime.timeouts import Timeouts
 from hpjob.runtime.watcher import PeerWatcher
 
 log = logging.getLogger(__name__)
@@ -55,11 +57,15 @@ class Session:
         self._records.event("joining", world_size=self._rank.world_size, device=str(device))
         store = join(self._rank, device, self._timeouts)
         self._reporter.notify = store.tell_failure
+        hangs = HangWatch(self._reporter, store, pp_size=self._plan.degrees.pp, interval_s=self._watcher.interval_s)
+        store.on_silent = hangs.report_silent
+        self._watcher.add(hangs.probe)
         self._watcher.add(store.probe)
         self._watcher.on_stop = store.leave
         if not self._left_early():
             self._train(device)
         self._leave_together()
+        hangs.stop()
 
     def _train(self, device: torch.device) -> None:
         self._records.event("building", plan=self._plan.summary)

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import ctypes
 import os
 import resource
 import signal
+import threading
+import time
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -34,6 +37,33 @@ def kill_self() -> None:
 
 def raise_error() -> None:
     raise ValueError("a made-up fault")
+
+
+def stop_self() -> None:
+    os.kill(os.getpid(), signal.SIGSTOP)
+
+
+def sleep_on() -> None:
+    time.sleep(3600)
+
+
+def keep_interpreter_lock() -> None:
+    """Stay in a call into C that never lets another Python thread run."""
+    ctypes.PyDLL(None).sleep(3600)
+
+
+def block_data(rank: int, *, at_rank: int, step: int) -> None:
+    """Let the data of a step never come."""
+    from hpjob.runtime.data.tokens import TokenDataset
+
+    original = TokenDataset.rows
+
+    def rows(self: TokenDataset, wanted: int, *rest: Any) -> Any:
+        if (rank, wanted) == (at_rank, step):
+            threading.Event().wait()
+        return original(self, wanted, *rest)
+
+    TokenDataset.rows = rows  # type: ignore[method-assign]
 
 
 def terminate_self() -> None:
