@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+import time
 from collections.abc import Callable
 from dataclasses import asdict
 from typing import Any
@@ -19,6 +20,8 @@ from hpjob.runtime.rendezvous import PeerStore
 log = logging.getLogger(__name__)
 _DEPUTY_S = 15.0
 """Rank 0 looks first; should it be unable to, any other does after so much more time."""
+_ANSWER_S = 3.0
+"""A rank that is told that it hangs has so long to say where."""
 _VERDICT_KEY = "hpjob/hang"
 
 
@@ -44,6 +47,7 @@ class HangWatch:
     ) -> None:
         self._reporter = reporter
         self._store = store
+        self._interval_s = interval_s
         self._stillness = Stillness(interval_s)
         self._counts = counts or GroupCounts(pp_size)
         self._blocked = BlockedDump()
@@ -127,7 +131,20 @@ class HangWatch:
         verdict = diagnose(list(states.values()), missing)
         log.error("%s", verdict.message)
         self._store.say_once(_VERDICT_KEY, json.dumps(asdict(verdict)))
+        self._stand_in_for(verdict, states)
         return self._known()
+
+    def _stand_in_for(self, verdict: Verdict, states: dict[int, RankState]) -> None:
+        """Write the records of ranks that hang so badly that they cannot."""
+        attempt, own = self._reporter.rank.attempt, self._reporter.rank.rank
+        others = [rank for rank in verdict.ranks if rank != own]
+        deadline = time.monotonic() + _ANSWER_S + self._interval_s
+        while any(not attempt.failure(rank).exists() for rank in others) and time.monotonic() < deadline:
+            time.sleep(0.2)
+        for rank in others:
+            step = states[rank].step if rank in states else None
+            stacks = last_dump(attempt.rank_log(rank)) or None
+            self._reporter.report_for(rank, kind="hang", message=verdict.message, stacks=stacks, step=step)
 
     def _last_step(self, rank: int) -> int | None:
         text = self._store.published(rank)

@@ -13,6 +13,8 @@ from tests.support.run_folder import Run, small_recipe, write_tokens
 
 pytestmark = pytest.mark.distributed
 SOON = {"HPJOB_HANG_FLOOR_S": "3"}
+LATER = {"HPJOB_HANG_FLOOR_S": "25"}
+"""Late enough for the missing signs of life to be seen first, as in the default setting."""
 
 
 @pytest.fixture(scope="module")
@@ -24,19 +26,17 @@ def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
     ("fault", "rank", "words", "stack"),
     [
         (before_step(sleep_on, rank=2, step=6), 2, "in sleep_on", "in sleep_on"),
-        (before_step(sleep_on, rank=0, step=6), 0, "in sleep_on", "in sleep_on"),
         (partial(block_data, at_rank=3, step=6), 3, "(reading data)", "in rows"),
-        (before_step(keep_interpreter_lock, rank=1, step=6), 1, "kept Python from running", "in keep_interpreter_lock"),
         (before_step(keep_interpreter_lock, rank=0, step=6), 0, "kept Python from running", "in keep_interpreter_lock"),
         (before_step(stop_self, rank=3, step=6), 3, "no sign of life", None),
     ],
-    ids=["sleep", "sleep of rank 0", "data", "lock", "lock of rank 0", "stopped"],
+    ids=["sleep", "data", "lock of rank 0", "stopped"],
 )
 def test_a_rank_that_hangs_is_named(
     tmp_path: Path, data: Path, fault: Fault, rank: int, words: str, stack: str | None
 ) -> None:
     run = Run.create(tmp_path / "run", small_recipe(data, checkpoint={"every_steps": 2}))
-    attempt = run.start(tp=2, pp=2, fault=fault, env=SOON)
+    attempt = run.start(tp=2, pp=2, fault=fault, env=SOON if stack_at_once(words) else LATER)
     others = [process for number, process in enumerate(attempt.ranks) if number != rank]
     for process in others:
         process.join(timeout=120)
@@ -49,3 +49,8 @@ def test_a_rank_that_hangs_is_named(
     assert stack is None or stack in (first.traceback or "")
     assert stack is None or stack.removeprefix("in ") in attempt.log(rank)
     assert run.checkpoint_names()[-1] == "step-00000004"
+
+
+def stack_at_once(words: str) -> bool:
+    """Whether the watcher's thread of the rank that hangs still runs, so that it can say where it is."""
+    return words not in {"kept Python from running", "no sign of life"}
