@@ -18,6 +18,8 @@ from hpjob.core.run_records import (
     read_outcome,
     write_json,
 )
+from hpjob.slurm.blame import cause_beside_the_program
+from hpjob.slurm.node_faults import note_node_faults
 from hpjob.slurm.progress import ATTEMPTS_WITHOUT_PROGRESS, stuck
 from hpjob.slurm.query import is_being_ended, was_cancelled
 from hpjob.slurm.srun_log import TaskEnd, parse_srun_log
@@ -40,6 +42,7 @@ def end_attempt(run: RunDir, attempt: AttemptDir, exit_code: int, ends: list[Tas
         ends = parse_srun_log(_read(attempt.srun_log))
     add_lost_ranks(attempt, ends)
     decision, reason = _decide(run, attempt, exit_code, ends)
+    left_out = note_node_faults(run, attempt, ends, decision=decision)
     failure = first_failure(read_failures(attempt))
     write_json(
         attempt.end,
@@ -47,6 +50,7 @@ def end_attempt(run: RunDir, attempt: AttemptDir, exit_code: int, ends: list[Tas
             "version": 1,
             "decision": decision,
             "reason": reason,
+            "left_out": left_out,
             "exit_code": exit_code,
             "checkpoint_step": newest_checkpoint_step(run),
             "time": time.time(),
@@ -73,7 +77,9 @@ def add_lost_ranks(attempt: AttemptDir, ends: list[TaskEnd]) -> None:
 def _record_lost_rank(attempt: AttemptDir, *, rank: int, node: str, what: str, exited: bool) -> None:
     """Write the failure record of a rank that left none."""
     path = attempt.failure(rank)
-    if path.exists():
+    known = read_json(path)
+    # What another rank wrote in its place says less than how the launcher saw it end.
+    if known is not None and known.get("reported_by") is None:
         return
     log = attempt.rank_log(rank)
     traceback = _last_traceback(_read(log)) if exited else ""
@@ -122,6 +128,8 @@ def _reason_to_go_on(attempt: AttemptDir, exit_code: int, ends: list[TaskEnd]) -
     outcome = read_outcome(attempt)
     if outcome is not None and outcome.kind == "preempted":
         return f"saved at step {outcome.step} ({outcome.reason})"
+    if cause := cause_beside_the_program(attempt):
+        return cause
     first = [end for end in ends if not end.after_abort][:1] or ends[:1]
     others = [record for record in read_failures(attempt) if record.kind in {"exception", "hang"}]
     # A rank that is still importing has no handler yet: the signal to save ends it, which is no failure.
