@@ -40,12 +40,18 @@ class PeerLostError(EnvironmentProblemError):
     """Another rank did not come or went away."""
 
 
+class PreflightError(EnvironmentProblemError):
+    """This rank's node is not fit to train."""
+
+
 def classify(error: BaseException) -> FailureKind:
     """Tell whether an error is this rank's own or only says that another rank went away."""
     current: BaseException | None = error
     while current is not None:
         if isinstance(current, PeerLostError):
             return "peer-lost"
+        if isinstance(current, PreflightError):
+            return "preflight"
         if isinstance(current, RuntimeError) and _PEER_LOST.search(str(current)):
             return "peer-lost"
         current = current.__cause__

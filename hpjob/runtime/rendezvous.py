@@ -150,27 +150,33 @@ def choose_device(rank: Rank, plan: Plan) -> torch.device:
     return device
 
 
-def join(rank: Rank, device: torch.device, timeouts: Timeouts) -> PeerStore:
+def meet(rank: Rank, timeouts: Timeouts) -> TCPStore:
+    """Open the store on rank 0, find it on the others.
+
+    Raises:
+        PeerLostError: Rank 0 did not publish its store in time.
+    """
+    _stay_on_loopback(rank.master_addr, os.environ)
+    timeout = timedelta(seconds=timeouts.setup_s)
+    return _open_store(rank, timeout) if rank.rank == 0 else _find_store(rank, timeout)
+
+
+def join(rank: Rank, device: torch.device, store: TCPStore, timeouts: Timeouts) -> None:
     """Create the default process group over all ranks.
 
     With GPUs the group has NCCL for their tensors and gloo for the small messages of the loop and
     the checkpoint, which then never wait for the GPU.
 
     Raises:
-        PeerLostError: Rank 0 did not publish its store in time.
         RuntimeError: torch could not connect the ranks.
     """
-    _stay_on_loopback(rank.master_addr, os.environ)
-    timeout = timedelta(seconds=timeouts.setup_s)
-    store = _open_store(rank, timeout) if rank.rank == 0 else _find_store(rank, timeout)
     dist.init_process_group(
         backend="cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo",
         store=store,
         rank=rank.rank,
         world_size=rank.world_size,
-        timeout=timeout,
+        timeout=timedelta(seconds=timeouts.setup_s),
     )
-    return PeerStore(store.host, store.port, rank=rank.rank, world_size=rank.world_size)
 
 
 def set_timeout(seconds: float) -> None:

@@ -16,12 +16,12 @@ from hpjob.runtime.data.batches import BatchReader
 from hpjob.runtime.data.tokens import TokenDataset
 from hpjob.runtime.engine import Engine
 from hpjob.runtime.failures import FailureReporter
-from hpjob.runtime.health.hang_watch import HangWatch
+from hpjob.runtime.health.start import StartChecks, usable_device, watch_peers
 from hpjob.runtime.loop import Training, TrainLoop
 from hpjob.runtime.mesh import build_mesh
 from hpjob.runtime.rank import Rank
 from hpjob.runtime.records import AttemptRecords
-from hpjob.runtime.rendezvous import choose_device, join
+from hpjob.runtime.rendezvous import PeerStore, join, meet
 from hpjob.runtime.settings import AttemptSettings
 from hpjob.runtime.signals import StopRequest, describe
 from hpjob.runtime.timeouts import Timeouts
@@ -53,23 +53,23 @@ class Session:
             Exception: Whatever went wrong on this rank; the caller reports it.
         """
         torch.use_deterministic_algorithms(self._recipe.training.deterministic)
-        device = choose_device(self._rank, self._plan)
+        device = usable_device(self._rank, self._plan)
         self._records.event("joining", world_size=self._rank.world_size, device=str(device))
-        store = join(self._rank, device, self._timeouts)
-        self._reporter.notify = store.tell_failure
-        hangs = HangWatch(self._reporter, store, pp_size=self._plan.degrees.pp, interval_s=self._watcher.interval_s)
-        store.on_silent = hangs.report_silent
-        self._watcher.add(hangs.probe)
-        self._watcher.add(store.probe)
-        self._watcher.on_stop = store.leave
+        store = meet(self._rank, self._timeouts)
+        peers = PeerStore(store.host, store.port, rank=self._rank.rank, world_size=self._rank.world_size)
+        hangs = watch_peers(self._watcher, self._reporter, peers, self._plan)
+        checks = StartChecks(self._reporter, self._records, self._plan, device)
+        checks.nodes(peers, self._timeouts.setup_s)
+        join(self._rank, device, store, self._timeouts)
         if not self._left_early():
-            self._train(device)
+            self._train(device, checks)
         self._leave_together()
         hangs.stop()
 
-    def _train(self, device: torch.device) -> None:
+    def _train(self, device: torch.device, checks: StartChecks) -> None:
         self._records.event("building", plan=self._plan.summary)
         mesh = build_mesh(self._plan, device.type)
+        checks.links(mesh)
         dataset = TokenDataset(self._recipe)
         self._verify_data(dataset)
         engine = Engine(self._plan, self._recipe, mesh, device)

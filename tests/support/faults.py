@@ -66,6 +66,23 @@ def block_data(rank: int, *, at_rank: int, step: int) -> None:
     TokenDataset.rows = rows  # type: ignore[method-assign]
 
 
+def broken_device(rank: int) -> None:
+    """Let the preflight find rank 1's device broken."""
+    from hpjob.runtime.health import preflight
+
+    if rank == 1:
+        preflight.check_device = lambda device: f"{device} does not work: uncorrectable ECC error"
+
+
+def other_versions(rank: int) -> None:
+    """Let rank 1 have another torch."""
+    from hpjob.runtime.health import preflight
+
+    original = preflight.versions
+    if rank == 1:
+        preflight.versions = lambda: {**original(), "torch": "1.0"}
+
+
 def terminate_self() -> None:
     os.kill(os.getpid(), signal.SIGTERM)
 

@@ -69,10 +69,10 @@ class Progress:
         self.changes += 1
 
     @contextmanager
-    def during(self, name: str) -> Iterator[None]:
+    def during(self, name: str, allowance_s: float | None = None) -> Iterator[None]:
         """Announce something slow, and afterwards what was going on before."""
         before = self.phase
-        self.enter(name, before.step)
+        self.enter(name, before.step, allowance_s)
         try:
             yield
         finally:
