@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import logging
 import time
-from dataclasses import dataclass
-from typing import Protocol
+from dataclasses import asdict, dataclass
+from typing import Any, Protocol
 
 from hpjob.core.errors import EnvironmentProblemError
 from hpjob.core.run_records import Outcome
@@ -18,6 +18,7 @@ from hpjob.runtime.checkpoint.save import Position, SaveResult, save_checkpoint
 from hpjob.runtime.data.batches import BatchReader
 from hpjob.runtime.engine import Batch, StepResult
 from hpjob.runtime.failures import FailureReporter
+from hpjob.runtime.health.loss_watch import Finding, LossWatch, as_fields
 from hpjob.runtime.records import AttemptRecords
 from hpjob.runtime.rendezvous import set_timeout
 from hpjob.runtime.signals import describe
@@ -52,6 +53,7 @@ class Training:
     stop: StopAgreement
     records: AttemptRecords
     reporter: FailureReporter
+    losses: LossWatch
     timeouts: Timeouts
 
 
@@ -107,9 +109,18 @@ class TrainLoop:
             # Only now are compilation and the first connections of every group behind us.
             set_timeout(self._t.timeouts.step_s)
             self._t.records.event("first-step", step=step, duration_s=duration)
-        self._record(result, duration)
+        finding = self._t.losses.take(result)
+        self._record(result, duration, as_fields(finding, result))
+        if finding is not None:
+            self._report_loss(finding)
 
-    def _record(self, result: StepResult, duration: float) -> None:
+    def _report_loss(self, finding: Finding) -> None:
+        step, positions = self._step, self._t.batches.positions(self._step)
+        self._t.records.event("loss-fault", step=step, positions=positions, **asdict(finding))
+        log.warning("step %d, samples %d to %d: %s (%s)", step, *positions, finding.words, finding.policy)
+        self._t.losses.check(finding, step, positions)
+
+    def _record(self, result: StepResult, duration: float, remarks: dict[str, Any]) -> None:
         tokens_per_s = result.num_tokens / duration
         self._t.records.metrics(
             {
@@ -122,6 +133,7 @@ class TrainLoop:
                 "step_time_s": duration,
                 "attempt": self._t.reporter.rank.attempt.index,
                 "time": time.time(),
+                **remarks,
             }
         )
         total = self._t.recipe.training.steps

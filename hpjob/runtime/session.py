@@ -16,6 +16,7 @@ from hpjob.runtime.data.batches import BatchReader
 from hpjob.runtime.data.tokens import TokenDataset
 from hpjob.runtime.engine import Engine
 from hpjob.runtime.failures import FailureReporter
+from hpjob.runtime.health.loss_watch import LossWatch, read_history
 from hpjob.runtime.health.start import StartChecks, usable_device, watch_peers
 from hpjob.runtime.loop import Training, TrainLoop
 from hpjob.runtime.mesh import build_mesh
@@ -78,6 +79,7 @@ class Session:
         identity = fingerprint(self._recipe, dataset.meta.tokens_sha256)
         resumed = self._resume(engine, identity)
         self._records.open_metrics(resumed.step if resumed else 0)
+        losses = self._watch_losses(engine)
         training = Training(
             recipe=self._recipe,
             plan=self._plan,
@@ -88,10 +90,19 @@ class Session:
             stop=self._stop,
             records=self._records,
             reporter=self._reporter,
+            losses=losses,
             timeouts=self._timeouts,
         )
         self._records.event("training", first_step=(resumed.step if resumed else 0) + 1)
         TrainLoop(training, resumed).run()
+
+    def _watch_losses(self, engine: Engine) -> LossWatch:
+        settings = self._recipe.loss_watch
+        history, skips = on_rank_zero(lambda: read_history(self._rank.run_dir.metrics, settings.window))
+        losses = LossWatch(settings, history=history, skips=skips, half_precision=self._plan.precision == "fp16")
+        if losses.decides_updates:
+            engine.accepts_update = losses.accepts
+        return losses
 
     def _verify_data(self, dataset: TokenDataset) -> None:
         """Compare small token files with their checksum; large ones only by size, which was done."""

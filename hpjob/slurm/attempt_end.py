@@ -108,8 +108,10 @@ def _decide(run: RunDir, attempt: AttemptDir, exit_code: int, ends: list[TaskEnd
     job_id = str(document.get("job_id", ""))
     if run.finished.exists():
         return "done", "the last step is done"
-    reason = _reason_to_go_on(attempt, exit_code, ends)
-    if reason is None or (exit_code and _srun_asked_to_stop(attempt, document, ends)):
+    # After a hang the others may say that they were told to save: srun ends them so.
+    beside = cause_beside_the_program(attempt)
+    reason = beside or _reason_to_go_on(attempt, exit_code, ends)
+    if reason is None or (beside is None and exit_code and _srun_asked_to_stop(attempt, document, ends)):
         return "stop", "the ranks failed" if exit_code else "the ranks ended without saying why"
     if run.cancelled.exists():
         return "stop", "cancelled; `hpjob resume` goes on"
@@ -128,8 +130,6 @@ def _reason_to_go_on(attempt: AttemptDir, exit_code: int, ends: list[TaskEnd]) -
     outcome = read_outcome(attempt)
     if outcome is not None and outcome.kind == "preempted":
         return f"saved at step {outcome.step} ({outcome.reason})"
-    if cause := cause_beside_the_program(attempt):
-        return cause
     first = [end for end in ends if not end.after_abort][:1] or ends[:1]
     others = [record for record in read_failures(attempt) if record.kind in {"exception", "hang"}]
     # A rank that is still importing has no handler yet: the signal to save ends it, which is no failure.

@@ -9,7 +9,7 @@ from hpjob.core.hostlist import fold
 from hpjob.core.run_dir import AttemptDir, RunDir
 from hpjob.core.run_records import read_json, read_outcome
 from hpjob.slurm.bad_nodes import NodeMemory
-from hpjob.slurm.blame import blamed_nodes
+from hpjob.slurm.blame import blamed_nodes, cause_beside_the_program
 from hpjob.slurm.commands import key_values, run_command
 from hpjob.slurm.leave_out import exclude_from_next_start
 from hpjob.slurm.srun_log import TaskEnd
@@ -36,7 +36,7 @@ def note_node_faults(
     outcome = read_outcome(attempt)
     if document.get("executor") != "slurm" or decision == "done":
         return []  # virtual nodes of one machine
-    if outcome is not None and outcome.kind == "preempted":
+    if outcome is not None and outcome.kind == "preempted" and cause_beside_the_program(attempt) is None:
         return []
     strikes = blamed_nodes(run, attempt, ends)
     if any(strike.kind == "killed" for strike in strikes) and _slurm_ends(str(document.get("job_id", ""))):

@@ -169,6 +169,17 @@ def test_a_hang_queues_the_job_again_without_its_node(fake: FakeSlurm, run: RunD
     assert [(entry.node, entry.kind) for entry in NodeMemory("fake").strikes()] == [("n2", "hang")]
 
 
+def test_a_save_that_srun_asked_for_does_not_hide_the_hang(fake: FakeSlurm, run: RunDir) -> None:
+    ended = attempt(run)
+    fail(ended, 5, "hang", "rank 5 on n2 hangs", exception="Hang")
+    ended.srun_log.write_text(
+        "srun: error: n2: task 5: Exited with exit code 3\nsrun: launch/slurm: _step_signal: Terminating StepId=7.0\n"
+    )
+    write_json(ended.outcome, {"kind": "preempted", "step": 1, "reason": "signal SIGTERM", "time": 1.0})
+    assert end_attempt(run, ended, 3, None) == "requeue"
+    assert ended.exclude.exists()
+
+
 def test_hangs_without_progress_end_in_a_stop(fake: FakeSlurm, run: RunDir) -> None:
     decisions = []
     for _ in range(3):
