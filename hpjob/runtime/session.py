@@ -78,7 +78,7 @@ class Session:
             return
         identity = fingerprint(self._recipe, dataset.meta.tokens_sha256)
         resumed = self._resume(engine, identity)
-        self._records.open_metrics(resumed.step if resumed else 0)
+        steps_again = self._records.open_metrics(resumed.step if resumed else 0)
         losses = self._watch_losses(engine)
         training = Training(
             recipe=self._recipe,
@@ -93,7 +93,8 @@ class Session:
             losses=losses,
             timeouts=self._timeouts,
         )
-        self._records.event("training", first_step=(resumed.step if resumed else 0) + 1)
+        first_step = (resumed.step if resumed else 0) + 1
+        self._records.event("training", first_step=first_step, steps_again=steps_again)
         TrainLoop(training, resumed).run()
 
     def _watch_losses(self, engine: Engine) -> LossWatch:

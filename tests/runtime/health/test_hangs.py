@@ -12,7 +12,7 @@ from tests.support.faults import Fault, before_step, block_data, keep_interprete
 from tests.support.run_folder import Run, small_recipe, write_tokens
 
 pytestmark = pytest.mark.distributed
-SOON = {"HPJOB_HANG_FLOOR_S": "3"}
+SOON = {"HPJOB_HANG_FLOOR_S": "8"}
 LATER = {"HPJOB_HANG_FLOOR_S": "25"}
 """Late enough for the missing signs of life to be seen first, as in the default setting."""
 
