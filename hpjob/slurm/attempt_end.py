@@ -20,7 +20,7 @@ from hpjob.core.run_records import (
 )
 from hpjob.slurm.blame import cause_beside_the_program
 from hpjob.slurm.node_faults import note_node_faults
-from hpjob.slurm.progress import ATTEMPTS_WITHOUT_PROGRESS, stuck
+from hpjob.slurm.progress import ATTEMPTS_WITHOUT_PROGRESS, no_progress_report, stuck
 from hpjob.slurm.query import is_being_ended, was_cancelled
 from hpjob.slurm.srun_log import TaskEnd, parse_srun_log
 
@@ -44,6 +44,12 @@ def end_attempt(run: RunDir, attempt: AttemptDir, exit_code: int, ends: list[Tas
     decision, reason = _decide(run, attempt, exit_code, ends)
     left_out = note_node_faults(run, attempt, ends, decision=decision)
     failure = first_failure(read_failures(attempt))
+    job_id = str((read_json(attempt.attempt_json) or {}).get("job_id", ""))
+    report: list[str] = []
+    if decision == "stop" and stuck(run, job_id):
+        report = no_progress_report(run, attempt, failure.message.strip() if failure is not None else reason)
+        for line in report:
+            logger.error("%s", line)
     write_json(
         attempt.end,
         {
@@ -51,6 +57,7 @@ def end_attempt(run: RunDir, attempt: AttemptDir, exit_code: int, ends: list[Tas
             "decision": decision,
             "reason": reason,
             "left_out": left_out,
+            "report": report,
             "exit_code": exit_code,
             "checkpoint_step": newest_checkpoint_step(run),
             "time": time.time(),

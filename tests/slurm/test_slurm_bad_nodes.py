@@ -185,9 +185,12 @@ def test_hangs_without_progress_end_in_a_stop(fake: FakeSlurm, run: RunDir) -> N
     for _ in range(3):
         ended = attempt(run)
         write_json(ended.attempt_json, (read_json(ended.attempt_json) or {}) | {"checkpoint_step": 0})
-        fail(ended, 5, "hang", exception="Hang")
+        fail(ended, 5, "hang", "rank 5 hangs", exception="Hang")
         decisions.append(end_attempt(run, ended, 3, []))
     assert decisions == ["requeue", "requeue", "stop"]
+    report = (read_json(ended.end) or {})["report"]
+    assert len(report) == 3
+    assert report[0].startswith("attempt 0 on n1, n2 from checkpoint step 0: rank 5 hangs; log of rank 5: ")
 
 
 @pytest.mark.parametrize(
