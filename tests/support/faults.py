@@ -83,6 +83,30 @@ def other_versions(rank: int) -> None:
         preflight.versions = lambda: {**original(), "torch": "1.0"}
 
 
+def spoil_loss(rank: int, *, steps: tuple[int, ...], factor: float) -> None:
+    """Multiply the loss of some steps and its gradients, also when they are done again."""
+    from hpjob.runtime.engine import Engine
+
+    train_step, accumulate = Engine.train_step, Engine.accumulate_gradients
+    current = [0]
+
+    def spoiled_step(self: Engine, batch: Any, step: int) -> Any:
+        current[0] = step
+        return train_step(self, batch, step)
+
+    def spoiled(self: Engine, batch: Any) -> Any:
+        loss, tokens = accumulate(self, batch)
+        if current[0] not in steps:
+            return loss, tokens
+        for item in self.parameters:
+            if item.local_gradient is not None:
+                item.local_gradient.mul_(factor)
+        return loss * factor, tokens
+
+    Engine.train_step = spoiled_step  # type: ignore[method-assign]
+    Engine.accumulate_gradients = spoiled  # type: ignore[method-assign]
+
+
 def terminate_self() -> None:
     os.kill(os.getpid(), signal.SIGTERM)
 
