@@ -8,6 +8,8 @@ from typing import TYPE_CHECKING
 import typer
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from hpjob.core.run_dir import RunDir
     from hpjob.report.read import Attempt, RunRecord
 
@@ -21,7 +23,9 @@ def logs(
     run: str | None = typer.Argument(None, help="Name, folder or job id of a run. [default: the newest]"),
     run_dir: Path = typer.Option(Path("runs"), "--run-dir", help="Folder of all runs."),
     rank: int | None = typer.Option(None, "--rank", min=0, help="Log of this rank. [default: the first failing one]"),
-    attempt: int | None = typer.Option(None, "--attempt", min=0, help="Attempt to show. [default: the newest]"),
+    attempt: int | None = typer.Option(
+        None, "--attempt", min=0, help="Only this attempt. [default: all, as one log, from the newest back]"
+    ),
     lines: int = typer.Option(40, "--lines", "-n", min=0, help="Lines of each log."),
     follow: bool = typer.Option(False, "--follow", "-f", help="Go on with new lines until the run ends."),
     as_json: bool = typer.Option(False, "--json", help="Print one JSON document."),
@@ -35,7 +39,7 @@ def logs(
     record = read_run(found.path)
     chosen = _attempt(record, attempt)
     if as_json:
-        _print_document(found, chosen, rank, lines)
+        _print_document(found, chosen, rank, lines, record.attempts[:-1] if attempt is None else ())
         return
     if chosen is None:
         _show_job_log(found, lines)
@@ -48,9 +52,9 @@ def logs(
     path = chosen.files.rank_log(shown)
     _check_rank(path, chosen)
     _name_failures(chosen)
-    _show_tail(path, lines)
+    _show_joined([chosen] if attempt is not None else record.attempts, shown, lines)
     if follow:
-        _follow(found, path)
+        _follow(found, path, None if attempt is not None else shown)
     if chosen.save_problem:
         typer.echo(f"\n{chosen.save_problem}")
     _show_first_failure(chosen)
@@ -68,14 +72,28 @@ def _attempt(record: RunRecord, index: int | None) -> Attempt | None:
     raise UserInputError(f"there is no attempt {index}", hint=f"the attempts are {numbers or 'not begun yet'}")
 
 
-def _print_document(run: RunDir, attempt: Attempt | None, rank: int | None, lines: int) -> None:
+def _earlier(attempts: Sequence[Attempt], rank: int, lines: int) -> list[dict[str, object]]:
+    from hpjob.report.logs import tail
+    from hpjob.report.timeline import why_ended
+
+    logs = ((attempt, attempt.files.rank_log(rank)) for attempt in attempts)
+    return [
+        {"attempt": one.files.index, "path": str(log), "lines": tail(log, lines), "why_ended": why_ended(one)}
+        for one, log in logs
+        if log.exists()
+    ]
+
+
+def _print_document(
+    run: RunDir, attempt: Attempt | None, rank: int | None, lines: int, earlier: Sequence[Attempt]
+) -> None:
     import json
     from dataclasses import asdict
 
     from hpjob.report.logs import rank_to_show, tail
 
     document: dict[str, object] = {"version": 1, "run": run.name, "attempt": None, "rank": None, "path": None}
-    document |= {"lines": [], "failures": [], "first_failure": None}
+    document |= {"lines": [], "earlier": [], "failures": [], "first_failure": None}
     if attempt is not None:
         shown = rank if rank is not None else rank_to_show(attempt)
         failure = attempt.first_failure
@@ -84,7 +102,7 @@ def _print_document(run: RunDir, attempt: Attempt | None, rank: int | None, line
         if shown is not None:
             path = attempt.files.rank_log(shown)
             _check_rank(path, attempt)
-            document |= {"path": str(path), "lines": tail(path, lines)}
+            document |= {"path": str(path), "lines": tail(path, lines), "earlier": _earlier(earlier, shown, lines)}
     typer.echo(json.dumps(document, indent=2))
 
 
@@ -145,23 +163,52 @@ def _show_tail(path: Path, lines: int) -> None:
         typer.echo(line)
 
 
-def _follow(run: RunDir, path: Path) -> None:
-    """Print what is added to a log until the run ends."""
+def _show_joined(attempts: Sequence[Attempt], rank: int, lines: int) -> None:
+    """Print the last lines of a rank, going back over earlier attempts as far as needed."""
+    from hpjob.report.logs import joined_tail
+    from hpjob.report.timeline import why_ended
+
+    parts = joined_tail(attempts, rank, lines)
+    for part in parts:
+        typer.echo(f"==> {part.path} <==")
+        for line in part.lines:
+            typer.echo(line)
+        if part is not parts[-1]:
+            typer.echo(f"-- attempt {part.attempt.files.index} ended: {why_ended(part.attempt)}\n")
+
+
+def _follow(run: RunDir, path: Path, rank: int | None) -> None:
+    """Print what is added to a log until the run ends; with a rank also that of attempts to come."""
     import time
 
     from hpjob.cli.run_status import run_status
 
-    with path.open("rb") as stream:
-        stream.seek(0, 2)
-        asked_at, goes_on = 0.0, True
-        while True:
-            data = stream.read()
-            if data:
-                typer.echo(data.decode("utf-8", errors="replace"), nl=False)
-                continue
-            if not goes_on:
-                return
-            if time.monotonic() - asked_at > 5.0:
-                asked_at = time.monotonic()
-                goes_on = run_status(run).state in {"waiting", "running", "unknown"}
-            time.sleep(0.5)
+    stream = path.open("rb")
+    stream.seek(0, 2)
+    asked_at, goes_on = 0.0, True
+    while True:
+        data = stream.read()
+        if data:
+            typer.echo(data.decode("utf-8", errors="replace"), nl=False)
+            continue
+        following = _next_log(run, path, rank)
+        if following is not None:
+            stream.close()
+            path, stream = following, following.open("rb")
+            typer.echo(f"\n==> {path} <==")
+            continue
+        if not goes_on:
+            stream.close()
+            return
+        if time.monotonic() - asked_at > 5.0:
+            asked_at = time.monotonic()
+            goes_on = run_status(run).state in {"waiting", "running", "unknown"}
+        time.sleep(0.5)
+
+
+def _next_log(run: RunDir, path: Path, rank: int | None) -> Path | None:
+    """Return the log of the first attempt after that of ``path`` that has one."""
+    if rank is None:
+        return None
+    later = (attempt.rank_log(rank) for attempt in run.attempt_list() if attempt.path.name > path.parent.name)
+    return next((log for log in later if log.exists()), None)

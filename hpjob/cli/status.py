@@ -9,8 +9,8 @@ import typer
 
 if TYPE_CHECKING:
     from hpjob.cli.run_status import RunStatus
-    from hpjob.core.run_records import Failure
     from hpjob.report.read import RunRecord
+    from hpjob.report.timeline import Accounting, AttemptSummary
 
 
 def register(app: typer.Typer) -> None:
@@ -43,8 +43,12 @@ def status(
 
 def as_document(current: RunStatus) -> dict[str, Any]:
     """Return a status as plain data."""
+    from dataclasses import asdict
+    from math import isfinite
+
     record, submission, job = current.record, current.submission, current.job
     last, attempt, failure = record.last_step, record.last_attempt, current.failure
+    attempts, account, _ = _story(current)
     return {
         "version": 1,
         "run": record.files.name,
@@ -60,23 +64,30 @@ def as_document(current: RunStatus) -> dict[str, Any]:
         "attempts": len(record.attempts),
         "step": last.step if last else 0,
         "total_steps": record.total_steps,
-        "loss": last.loss if last else None,
+        "loss": last.loss if last and isfinite(last.loss) else None,
         "tokens_per_s": record.tokens_per_s,
         "seconds_left": record.seconds_left,
         "checkpoint_step": record.checkpoint_step,
         "save_problem": attempt.save_problem if attempt else None,
-        "first_failure": _failure_document(failure) if failure else None,
+        "first_failure": asdict(failure) if failure else None,
+        "attempt_list": [asdict(summary) for summary in attempts],
+        "steps_lost": account.steps_lost,
+        "loss_faults": sum(one.loss_faults for one in record.attempts),
+        "goodput": account.goodput,
+        "goodput_of_wall": account.goodput_of_wall,
+        "seconds": {
+            "wall": account.wall_s,
+            "queued": account.queued_s,
+            "held": account.held_s,
+            "steps": account.step_s,
+        },
     }
-
-
-def _failure_document(failure: Failure) -> dict[str, Any]:
-    from dataclasses import asdict
-
-    return asdict(failure)
 
 
 def as_lines(current: RunStatus) -> list[str]:
     """Return a status as text; the first failing rank and its traceback come last."""
+    from hpjob.report.timeline_text import attempt_lines
+
     record, submission = current.record, current.submission
     by = f"{submission.executor} job {submission.job_id}" if submission else "no job"
     lines = [f"{record.files.name}: {current.state}, {current.why}", ""]
@@ -85,7 +96,10 @@ def as_lines(current: RunStatus) -> list[str]:
     lines.append(f"  job         {by}, {_attempts(len(record.attempts))}{_start_words(current)}")
     lines.append(f"  step        {_progress(current)}")
     lines.append(f"  checkpoint  {_checkpoint(record)}")
+    attempts, account, now = _story(current)
+    lines += _time_lines(record, account) if attempts else []
     lines.append(f"  folder      {record.files.path}")
+    lines += ["", "attempts:", *attempt_lines(attempts, now)] if attempts else []
     failure, attempt = current.failure, record.last_attempt
     if failure is not None and attempt is not None:
         lines += ["", f"rank {failure.rank} on {failure.node} failed first ({failure.kind}):", ""]
@@ -93,6 +107,27 @@ def as_lines(current: RunStatus) -> list[str]:
         lines += ["", f"full log: {attempt.files.rank_log(failure.rank)}"]
     if current.how_to_go_on:
         lines += ["", f"next: {current.how_to_go_on}"]
+    return lines
+
+
+def _story(current: RunStatus) -> tuple[list[AttemptSummary], Accounting, float]:
+    """Return the attempts, where the time went, and now."""
+    import time
+
+    from hpjob.report.timeline import accounting, summaries
+
+    now = time.time()
+    attempts = summaries(current.record, live=current.state == "running", now=now)
+    return attempts, accounting(current.record, attempts, now=now), now
+
+
+def _time_lines(record: RunRecord, account: Accounting) -> list[str]:
+    from hpjob.report.timeline_text import accounting_line
+
+    lines = [f"  goodput     {accounting_line(account)}"]
+    faults = sum(attempt.loss_faults for attempt in record.attempts)
+    if faults:
+        lines.append(f"  losses      {faults} step{'' if faults == 1 else 's'} with a spike or NaN, see events.jsonl")
     return lines
 
 
@@ -117,6 +152,8 @@ def _progress(current: RunStatus) -> str:
         return f"0 of {total}"
     text = f"{last.step} of {total}, loss {last.loss:.4f}, {record.tokens_per_s or 0:,.0f} tokens/s"
     if current.state == "running" and record.seconds_left:
+        from hpjob.report.timeline_text import duration
+
         text += f", {duration(record.seconds_left)} left"
     return text
 
@@ -125,12 +162,3 @@ def _checkpoint(record: RunRecord) -> str:
     text = f"step {record.checkpoint_step}" if record.checkpoint_step else "none yet"
     problem = record.last_attempt.save_problem if record.last_attempt else None
     return f"{text}; {problem}" if problem else text
-
-
-def duration(seconds: float) -> str:
-    """Write seconds as ``45 s``, ``12 min`` or ``3 h 20 min``."""
-    minutes, rest = divmod(round(seconds), 60)
-    hours, minutes = divmod(minutes, 60)
-    if hours:
-        return f"{hours} h {minutes} min"
-    return f"{minutes} min" if minutes >= 5 else f"{minutes} min {rest} s" if minutes else f"{rest} s"

@@ -81,7 +81,7 @@ def _watch_on_terminal(run: RunDir) -> None:
 
 def _short_numbers(status: RunStatus) -> str:
     """Return what stands behind the bar, which tells the step itself."""
-    from hpjob.cli.status import duration
+    from hpjob.report.timeline_text import duration
 
     record = status.record
     loss = f"loss {record.last_step.loss:.3f}" if record.last_step else ""
@@ -90,7 +90,7 @@ def _short_numbers(status: RunStatus) -> str:
 
 
 def _numbers(status: RunStatus) -> str:
-    from hpjob.cli.status import duration
+    from hpjob.report.timeline_text import duration
 
     record = status.record
     last = record.last_step

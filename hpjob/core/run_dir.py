@@ -67,6 +67,11 @@ class AttemptDir:
         return self.path / "end.json"
 
     @property
+    def exclude(self) -> Path:
+        """Host list that the job must not get again; the job script hands it to Slurm when it queues the job again."""
+        return self.path / "exclude"
+
+    @property
     def srun_log(self) -> Path:
         """What srun itself wrote to stderr."""
         return self.path / "srun.log"

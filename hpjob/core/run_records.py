@@ -14,7 +14,7 @@ from typing import Any, Literal
 
 from hpjob.core.run_dir import AttemptDir, RunDir
 
-FailureKind = Literal["exception", "peer-lost", "killed", "hang"]
+FailureKind = Literal["exception", "peer-lost", "killed", "hang", "preflight"]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -26,11 +26,13 @@ class Failure:
     time: float
     """Seconds since the epoch."""
     kind: FailureKind
-    """``peer-lost`` = the error only says that another rank went away."""
+    """``peer-lost`` = the error only says that another rank went away; ``preflight`` = its node is not fit."""
     exception: str | None = None
     message: str = ""
     traceback: str | None = None
     step: int | None = None
+    reported_by: int | None = None
+    """Rank that wrote this, when the one that failed could not."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -123,6 +125,7 @@ def read_failures(attempt: AttemptDir) -> list[Failure]:
                 message=str(document.get("message") or ""),
                 traceback=document.get("traceback"),
                 step=document.get("step"),
+                reported_by=document.get("reported_by"),
             )
         )
     return sorted(found, key=lambda failure: failure.time)

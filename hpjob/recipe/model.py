@@ -19,6 +19,7 @@ Precision = Literal["bf16", "fp16", "fp32"]
 PipelineStyle = Literal["1f1b", "interleaved", "zbv"]
 SequenceParallelismMode = Literal["split_gather", "ring", "all_to_all", "ring_attn"]
 RecomputePolicy = Literal["none", "selective", "full"]
+LossPolicy = Literal["stop", "skip", "go_on"]
 DurationS = Annotated[
     int, Field(gt=0), BeforeValidator(parse_duration_s), PlainSerializer(lambda s: f"{s}s", return_type=str)
 ]
@@ -124,6 +125,21 @@ class CheckpointSettings(Persisted):
     keep_last: PositiveInt = 2
 
 
+class LossWatchSettings(Persisted):
+    """What to do about a loss that is no number, or far above the usual.
+
+    ``stop`` ends the job; ``skip`` leaves that step's update out on all ranks; ``go_on`` only reports it.
+    """
+
+    nan: LossPolicy = "stop"
+    """The loss or the gradient norm is not finite. An overflow of scaled fp16 gradients is none of these."""
+    spike: LossPolicy = "go_on"
+    window: Annotated[int, Field(ge=16, strict=True)] = 64
+    """Steps before, whose losses are the usual ones."""
+    threshold: Annotated[float, Field(gt=0, allow_inf_nan=False)] = 8.0
+    """A spike lies more than so many robust standard deviations (from the median absolute one) above their median."""
+
+
 class GradientCheckpointSettings(Persisted):
     """Recomputation of activations in the backward pass."""
 
@@ -189,4 +205,5 @@ class Recipe(Persisted):
     optimizer: OptimizerSettings = OptimizerSettings()
     parallel: ParallelSettings = ParallelSettings()
     checkpoint: CheckpointSettings = CheckpointSettings()
+    loss_watch: LossWatchSettings = LossWatchSettings()
     job: JobSettings = JobSettings()

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 from hpjob.core.run_dir import AttemptDir, RunDir
@@ -33,6 +35,34 @@ def ranks_with_logs(attempt: AttemptDir) -> list[int]:
     """Return the ranks that left a log, in order."""
     names = (path.stem.removeprefix("rank-") for path in attempt.path.glob("rank-*.log"))
     return sorted(int(name) for name in names if name.isdigit())
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class LogPart:
+    """The end of one attempt's log of a rank."""
+
+    attempt: Attempt
+    path: Path
+    lines: list[str]
+
+
+def joined_tail(attempts: Sequence[Attempt], rank: int, num_lines: int) -> list[LogPart]:
+    """Return the last lines of a rank over all attempts, oldest first; an attempt that needs not be read is left out.
+
+    Args:
+        attempts: Oldest first; the newest is always part of the result when it has the log.
+        rank: The rank.
+        num_lines: In all.
+    """
+    parts: list[LogPart] = []
+    for attempt in reversed(attempts):
+        path = attempt.files.rank_log(rank)
+        missing = num_lines - sum(len(part.lines) for part in parts)
+        if parts and missing <= 0:
+            break
+        if path.exists():
+            parts.append(LogPart(attempt=attempt, path=path, lines=tail(path, missing)))
+    return parts[::-1]
 
 
 def rank_to_show(attempt: Attempt) -> int | None:

@@ -68,6 +68,13 @@ class Attempt:
     """Newest event, such as ``building`` or ``training``."""
     save_problem: str | None
     """Why the newest save failed; None once a later one came through."""
+    steps_again: int = 0
+    """Steps of earlier attempts that it did again, because they were not in a checkpoint."""
+    left_out: tuple[str, ...] = ()
+    """Nodes that the next attempt was not to get."""
+    last_event_at: float | None = None
+    loss_faults: int = 0
+    """Steps whose loss was no number or far above the usual."""
 
     @property
     def first_failure(self) -> Failure | None:
@@ -169,6 +176,10 @@ def _attempt(files: AttemptDir) -> Attempt | None:
         failures=tuple(read_failures(files)),
         phase=str(events[-1]["event"]) if events and "event" in events[-1] else None,
         save_problem=_save_problem(events),
+        steps_again=sum(int(event.get("steps_again") or 0) for event in events if event.get("event") == "training"),
+        left_out=tuple(end.get("left_out") or ()),
+        last_event_at=next((float(event["time"]) for event in reversed(events) if "time" in event), None),
+        loss_faults=sum(event.get("event") == "loss-fault" for event in events),
     )
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -66,12 +66,14 @@ class StepResult:
         grad_norm: Before clipping, over the whole mesh.
         num_tokens: Valid tokens of the global batch.
         lr: Learning rate of the update.
+        updated: False = the update was left out.
     """
 
     loss: float
     grad_norm: float
     num_tokens: int
     lr: float
+    updated: bool = True
 
 
 class Engine:
@@ -114,6 +116,8 @@ class Engine:
         self._tied_group = _tied_group(self._schedule, mesh) if recipe.model.tie_word_embeddings else None
         self.loss_scale = LossScale(recipe.parallel.initial_scale) if plan.precision == "fp16" else None
         """Only in fp16."""
+        self.accepts_update: Callable[[float, float], bool] | None = None
+        """Asked with loss and gradient norm before each update, the same on all ranks; None = all are made."""
         compiles_update = wants_compile(recipe, device) and not plan.cpu_offload
         self.optimizer = AdamW(self.parameters, recipe.optimizer, compiled=compiles_update)
 
@@ -149,17 +153,21 @@ class Engine:
     def apply_gradients(self, loss: Tensor, num_tokens: Tensor, step: int) -> StepResult:
         """Clip over the whole mesh and update; arguments as :meth:`accumulate_gradients` returns them.
 
-        Gradients that overflowed in fp16 update nothing: the result's norm is then not finite.
+        Gradients that overflowed in fp16 update nothing: the result's norm is then not finite. Nor does a step that
+        :attr:`accepts_update` refuses.
         """
         sums = torch.stack([loss, local_squared_norm(self.parameters, self._device)])
         dist.all_reduce(sums)
         scale = self.gradient_scale
         norm = sums[1].sqrt() / scale
         lr = learning_rate(self._recipe.optimizer, step, self._recipe.training.steps)
-        if self.loss_scale is None or self.loss_scale.accepts(norm.item()):
+        updates = self.loss_scale is None or self.loss_scale.accepts(norm.item())
+        if updates and self.accepts_update is not None:
+            updates = self.accepts_update(sums[0].item(), norm.item())
+        if updates:
             self.optimizer.step(lr, norm, scale)
         figures = torch.stack([sums[0], norm, num_tokens.double()]).tolist()
-        return StepResult(loss=figures[0], grad_norm=figures[1], num_tokens=int(figures[2]), lr=lr)
+        return StepResult(loss=figures[0], grad_norm=figures[1], num_tokens=int(figures[2]), lr=lr, updated=updates)
 
     def evaluate(self, batch: Batch) -> tuple[float, int]:
         """Return the mean token loss of a batch, and its number of valid tokens, without training on it.

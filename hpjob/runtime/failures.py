@@ -6,11 +6,11 @@ every second that a failed rank lingers is a second for which all other GPUs wai
 
 from __future__ import annotations
 
+import faulthandler
 import logging
 import os
 import re
 import sys
-import threading
 import time
 import traceback
 from collections.abc import Callable
@@ -19,6 +19,8 @@ from typing import NoReturn
 
 from hpjob.core.errors import EnvironmentProblemError, ExitCode, HpjobError
 from hpjob.core.run_records import Failure, FailureKind, Outcome, first_failure, read_failures, write_json
+from hpjob.runtime.health.progress import Progress
+from hpjob.runtime.health.stacks import all_stacks, main_thread_frame
 from hpjob.runtime.rank import Rank
 
 log = logging.getLogger(__name__)
@@ -38,12 +40,18 @@ class PeerLostError(EnvironmentProblemError):
     """Another rank did not come or went away."""
 
 
+class PreflightError(EnvironmentProblemError):
+    """This rank's node is not fit to train."""
+
+
 def classify(error: BaseException) -> FailureKind:
     """Tell whether an error is this rank's own or only says that another rank went away."""
     current: BaseException | None = error
     while current is not None:
         if isinstance(current, PeerLostError):
             return "peer-lost"
+        if isinstance(current, PreflightError):
+            return "preflight"
         if isinstance(current, RuntimeError) and _PEER_LOST.search(str(current)):
             return "peer-lost"
         current = current.__cause__
@@ -58,10 +66,16 @@ class FailureReporter:
         checkpoint_step: Newest checkpoint known to be complete; 0 = none.
         notify: Called with a short text when this rank fails, to tell the others faster than a
             shared file system does.
+        progress: What the main thread is doing, for the hang watch.
+
+    Args:
+        rank: This process.
+        progress: None = a hang is never suspected.
     """
 
-    def __init__(self, rank: Rank) -> None:
+    def __init__(self, rank: Rank, progress: Progress | None = None) -> None:
         self.rank = rank
+        self.progress = progress or Progress(floor_s=0.0, long_s=float("inf"))
         self.step = 0
         self.checkpoint_step = 0
         self.notify: Callable[[str], None] | None = None
@@ -81,11 +95,39 @@ class FailureReporter:
 
     def leave_for_peer(self, why: str) -> NoReturn:
         """End the process because another rank failed; called from the watcher's thread."""
-        main_thread = sys._current_frames().get(threading.main_thread().ident or 0)
+        main_thread = main_thread_frame()
         stack = "".join(traceback.format_stack(main_thread)) if main_thread else ""
         log.error("rank %d on %s ends: %s\n%s", self.rank.rank, self.rank.node, why, stack.rstrip())
         self._report("peer-lost", "PeerLostError", why, stack)
         leave_process(int(ExitCode.ENVIRONMENT))
+
+    def leave_for_hang(self, why: str, name: str = "Hang") -> NoReturn:
+        """End the process because no rank goes on; called from the watcher's thread.
+
+        Args:
+            why: What was found.
+            name: ``Hang`` = the others wait for this rank; ``Deadlock`` = nobody is to blame.
+        """
+        stacks = all_stacks()
+        log.error("rank %d on %s ends: %s\n%s", self.rank.rank, self.rank.node, why, stacks)
+        faulthandler.dump_traceback(all_threads=True)
+        self._report("hang", name, why, stacks)
+        leave_process(int(ExitCode.ENVIRONMENT))
+
+    def report_for(self, rank: int, *, kind: FailureKind, message: str, stacks: str | None, step: int | None) -> None:
+        """Write the failure record of another rank that cannot do it."""
+        self._write_record(
+            Failure(
+                rank=rank,
+                node=self.rank.hosts[rank],
+                time=time.time(),
+                kind=kind,
+                message=message,
+                traceback=stacks,
+                step=step,
+                reported_by=self.rank.rank,
+            )
+        )
 
     def _report(self, kind: FailureKind, exception: str, message: str, text: str) -> None:
         failure = Failure(
@@ -98,18 +140,25 @@ class FailureReporter:
             traceback=text,
             step=self.step,
         )
-        attempt = self.rank.attempt
-        try:
-            attempt.failures.mkdir(exist_ok=True)
-            write_json(attempt.failure(self.rank.rank), asdict(failure))
-        except OSError as error:
-            log.error("the failure record could not be written: %s", error)
+        self._write_record(failure)
         if self.notify is not None:
             self.notify(f"rank {self.rank.rank} on {self.rank.node} failed: {exception}: {message}"[:500])
         if self.rank.rank == 0:
             # Another rank may have said already what this one only noticed.
-            first = first_failure(read_failures(attempt)) or failure
-            self._write_outcome(f"rank {first.rank} on {first.node}: {first.exception}: {first.message}")
+            first = first_failure(read_failures(self.rank.attempt)) or failure
+            named = f"{first.exception}: {first.message}" if first.exception else first.message
+            self._write_outcome(f"rank {first.rank} on {first.node}: {named}")
+
+    def _write_record(self, failure: Failure) -> None:
+        path = self.rank.attempt.failure(failure.rank)
+        # Others may have said already why this rank ends; it must not say that it only lost them.
+        if path.exists() and (failure.kind == "peer-lost" or failure.reported_by is not None):
+            return
+        try:
+            path.parent.mkdir(exist_ok=True)
+            write_json(path, asdict(failure))
+        except OSError as error:
+            log.error("the failure record could not be written: %s", error)
 
     def _write_outcome(self, reason: str) -> None:
         if self.rank.attempt.outcome.exists():

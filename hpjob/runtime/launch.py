@@ -15,9 +15,11 @@ from hpjob.core.run_dir import RunDir
 from hpjob.plan.model import Plan
 from hpjob.plan.placement_line import placement_line
 from hpjob.runtime.failures import FailureReporter, leave_process
+from hpjob.runtime.health.progress import Progress, floor_from_env
 from hpjob.runtime.rank import Rank, find_rank
 from hpjob.runtime.settings import prepare_environment, read_settings
 from hpjob.runtime.signals import StopRequest
+from hpjob.runtime.timeouts import Timeouts
 from hpjob.runtime.watcher import PeerWatcher
 
 log = logging.getLogger(__name__)
@@ -49,7 +51,7 @@ def main(arguments: Sequence[str], stop: StopRequest) -> NoReturn:
 
 
 def _run(rank: Rank, stop: StopRequest) -> NoReturn:
-    reporter = FailureReporter(rank)
+    reporter = FailureReporter(rank, Progress(floor_from_env(), Timeouts.from_env().setup_s))
     watcher = PeerWatcher(reporter)
     try:
         watcher.start()

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import logging
 import time
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from math import isfinite
-from typing import Protocol
+from typing import Any, Protocol
 
 from hpjob.core.errors import EnvironmentProblemError
 from hpjob.core.run_records import Outcome
@@ -19,9 +19,11 @@ from hpjob.runtime.checkpoint.save import Position, SaveResult, save_checkpoint
 from hpjob.runtime.data.batches import BatchReader
 from hpjob.runtime.engine import Batch, StepResult
 from hpjob.runtime.failures import FailureReporter
+from hpjob.runtime.health.loss_watch import Finding, LossWatch, as_fields
 from hpjob.runtime.records import AttemptRecords
-from hpjob.runtime.rendezvous import Timeouts, set_timeout
+from hpjob.runtime.rendezvous import set_timeout
 from hpjob.runtime.signals import describe
+from hpjob.runtime.timeouts import Timeouts
 
 log = logging.getLogger(__name__)
 
@@ -52,6 +54,7 @@ class Training:
     stop: StopAgreement
     records: AttemptRecords
     reporter: FailureReporter
+    losses: LossWatch
     timeouts: Timeouts
 
 
@@ -94,17 +97,31 @@ class TrainLoop:
     def _train_step(self) -> None:
         step = self._step + 1
         self._t.reporter.step = step
+        progress = self._t.reporter.progress
+        progress.begin_step(step)
         started = time.perf_counter()
-        result = self._t.engine.train_step(self._t.batches.read(step), step)
+        batch = self._t.batches.read(step)
+        progress.begin_compute(step)
+        result = self._t.engine.train_step(batch, step)
         duration = time.perf_counter() - started
+        progress.end_step(duration)
         self._step, self._lr = step, result.lr
         if step == self._first_step:
             # Only now are compilation and the first connections of every group behind us.
             set_timeout(self._t.timeouts.step_s)
             self._t.records.event("first-step", step=step, duration_s=duration)
-        self._record(result, duration)
+        finding = self._t.losses.take(result)
+        self._record(result, duration, as_fields(finding, result))
+        if finding is not None:
+            self._report_loss(finding)
 
-    def _record(self, result: StepResult, duration: float) -> None:
+    def _report_loss(self, finding: Finding) -> None:
+        step, positions = self._step, self._t.batches.positions(self._step)
+        self._t.records.event("loss-fault", step=step, positions=positions, **asdict(finding))
+        log.warning("step %d, samples %d to %d: %s (%s)", step, *positions, finding.words, finding.policy)
+        self._t.losses.check(finding, step, positions)
+
+    def _record(self, result: StepResult, duration: float, remarks: dict[str, Any]) -> None:
         tokens_per_s = result.num_tokens / duration
         self._t.records.metrics(
             {
@@ -118,6 +135,7 @@ class TrainLoop:
                 "step_time_s": duration,
                 "attempt": self._t.reporter.rank.attempt.index,
                 "time": time.time(),
+                **remarks,
             }
         )
         total = self._t.recipe.training.steps
@@ -130,7 +148,8 @@ class TrainLoop:
     def _save(self) -> bool:
         """Save the current step on all ranks; tell whether a complete checkpoint came of it."""
         set_timeout(self._t.timeouts.setup_s)
-        saved = self._write_checkpoint()
+        with self._t.reporter.progress.saving(self._step):
+            saved = self._write_checkpoint()
         set_timeout(self._t.timeouts.step_s)
         return saved
 

@@ -23,7 +23,8 @@ class MetricsLog:
     """
 
     def __init__(self, path: Path, last_step: int) -> None:
-        drop_steps_after(path, last_step)
+        self.num_dropped = drop_steps_after(path, last_step)
+        """Whole steps that were dropped."""
         self._descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
         sync_folder(path.parent)
         self._pending = b""
@@ -65,7 +66,7 @@ def drop_steps_after(path: Path, last_step: int) -> int:
     """Rewrite the file without the lines of later steps and without a torn last line.
 
     Returns:
-        The number of lines dropped.
+        The number of steps dropped, without a torn line.
     """
     try:
         lines = path.read_text(encoding="utf-8", errors="replace").splitlines(keepends=True)
@@ -75,7 +76,7 @@ def drop_steps_after(path: Path, last_step: int) -> int:
     if len(kept) != len(lines):
         write_text_atomically(path, "".join(kept))
         sync_folder(path.parent)
-    return len(lines) - len(kept)
+    return sum(line.endswith("\n") for line in lines) - sum(line.endswith("\n") for line in kept)
 
 
 def _is_kept(line: str, last_step: int) -> bool:

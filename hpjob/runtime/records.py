@@ -34,10 +34,12 @@ class AttemptRecords:
         except OSError as error:
             log.warning("event %s could not be written: %s", name, error)
 
-    def open_metrics(self, last_step: int) -> None:
-        """Drop the lines of steps that will be done again and go on after them."""
-        if self._active:
-            self._metrics = MetricsLog(self._rank.run_dir.metrics, last_step)
+    def open_metrics(self, last_step: int) -> int:
+        """Drop the lines of steps that will be done again and go on after them; return how many steps these are."""
+        if not self._active:
+            return 0
+        self._metrics = MetricsLog(self._rank.run_dir.metrics, last_step)
+        return self._metrics.num_dropped
 
     def metrics(self, line: dict[str, object]) -> None:
         """Append the line of one step."""

@@ -10,7 +10,7 @@ import json
 import logging
 import os
 import time
-from collections.abc import MutableMapping
+from collections.abc import Callable, MutableMapping
 from dataclasses import dataclass
 from datetime import timedelta
 
@@ -23,12 +23,9 @@ from hpjob.plan.model import Plan
 from hpjob.plan.placement_line import device_index
 from hpjob.runtime.failures import PeerLostError
 from hpjob.runtime.rank import Rank
+from hpjob.runtime.timeouts import Timeouts
 
 log = logging.getLogger(__name__)
-SETUP_TIMEOUT_S = 1800.0
-"""For set-up and saves: ranks may be far apart on a slow file system."""
-STEP_TIMEOUT_S = 600.0
-"""From the second step on a collective that takes longer than this is a hang."""
 _POLL_S = 0.1
 _STORE_TIMEOUT = timedelta(seconds=10)
 _FAILED_KEY = "hpjob/failed"
@@ -38,34 +35,24 @@ _GONE = 1 << 40
 """Added to a rank's count when it leaves in good order."""
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Timeouts:
-    """Bounds on waiting for other ranks."""
-
-    setup_s: float = SETUP_TIMEOUT_S
-    step_s: float = STEP_TIMEOUT_S
-
-    @classmethod
-    def from_env(cls) -> Timeouts:
-        """Read ``HPJOB_SETUP_TIMEOUT_S`` and ``HPJOB_STEP_TIMEOUT_S``."""
-        return cls(
-            setup_s=float(os.environ.get("HPJOB_SETUP_TIMEOUT_S", SETUP_TIMEOUT_S)),
-            step_s=float(os.environ.get("HPJOB_STEP_TIMEOUT_S", STEP_TIMEOUT_S)),
-        )
-
-
 class PeerStore:
     """A connection of its own to rank 0's store, to tell and learn of failures.
 
     The main thread's connection may be blocked in a wait of any length; this one never is. A rank that is
     killed tells nothing, and NCCL does not notice: the others' GPUs go on waiting. So every rank counts up a
-    number in the store, and rank 0 looks whether all of them still do.
+    number in the store; rank 0 looks whether all of them still do, and all look at rank 0, whose store may answer
+    while the rest of it stands still.
+
+    Attributes:
+        on_silent: Called with a rank that stopped counting and since when; returns what to tell the others.
     """
 
     def __init__(self, host: str, port: int, *, rank: int, world_size: int) -> None:
+        self.on_silent: Callable[[int, float], str] | None = None
         self._store = TCPStore(host, port, None, False, _STORE_TIMEOUT)
         self._rank = rank
-        self._beats = {other: _Beats() for other in range(1, world_size)} if rank == 0 else {}
+        watched = range(1, world_size) if rank == 0 else (0,)
+        self._beats = {other: _Beats() for other in watched}
 
     def tell_failure(self, message: str) -> None:
         """Say that this rank failed; the first message stays."""
@@ -85,9 +72,30 @@ class PeerStore:
             return "rank 0 went away: its store does not answer"
         if silent is None:
             return None
-        message = f"rank {silent} shows no sign of life since {_SILENCE_S:.0f} s: it was killed, or its host is gone"
+        if self.on_silent is not None:
+            message = self.on_silent(silent, _SILENCE_S)
+        else:
+            message = (
+                f"rank {silent} shows no sign of life since {_SILENCE_S:.0f} s: it was killed, or its host is gone"
+            )
         self.tell_failure(message)
         return message
+
+    def publish(self, state: str) -> None:
+        """Say what this rank is doing."""
+        self._store.set(_state_key(self._rank), state)
+
+    def published(self, rank: int) -> str | None:
+        """Return what a rank last said that it is doing."""
+        return self.read(_state_key(rank))
+
+    def say_once(self, key: str, text: str) -> None:
+        """Write a value that stays what it is once it is there."""
+        self._store.compare_set(key, "", text)
+
+    def read(self, key: str) -> str | None:
+        """Return a value, or None while nobody has written it."""
+        return str(self._store.get(key).decode()) if self._store.check([key]) else None
 
     def leave(self) -> None:
         """Say that this rank ends in good order, so that nobody misses it."""
@@ -102,7 +110,7 @@ class PeerStore:
 
 @dataclass(slots=True)
 class _Beats:
-    """What rank 0 has seen of another rank's sign of life."""
+    """What one rank has seen of another rank's sign of life."""
 
     count: int = 0
     seen_at: float = 0.0
@@ -118,6 +126,10 @@ class _Beats:
         self.looks += 1
         began = 0 < count < _GONE
         return began and self.looks >= _SILENT_LOOKS and now - self.seen_at > _SILENCE_S
+
+
+def _state_key(rank: int) -> str:
+    return f"hpjob/state/{rank}"
 
 
 def _alive_key(rank: int) -> str:
@@ -138,27 +150,33 @@ def choose_device(rank: Rank, plan: Plan) -> torch.device:
     return device
 
 
-def join(rank: Rank, device: torch.device, timeouts: Timeouts) -> PeerStore:
+def meet(rank: Rank, timeouts: Timeouts) -> TCPStore:
+    """Open the store on rank 0, find it on the others.
+
+    Raises:
+        PeerLostError: Rank 0 did not publish its store in time.
+    """
+    _stay_on_loopback(rank.master_addr, os.environ)
+    timeout = timedelta(seconds=timeouts.setup_s)
+    return _open_store(rank, timeout) if rank.rank == 0 else _find_store(rank, timeout)
+
+
+def join(rank: Rank, device: torch.device, store: TCPStore, timeouts: Timeouts) -> None:
     """Create the default process group over all ranks.
 
     With GPUs the group has NCCL for their tensors and gloo for the small messages of the loop and
     the checkpoint, which then never wait for the GPU.
 
     Raises:
-        PeerLostError: Rank 0 did not publish its store in time.
         RuntimeError: torch could not connect the ranks.
     """
-    _stay_on_loopback(rank.master_addr, os.environ)
-    timeout = timedelta(seconds=timeouts.setup_s)
-    store = _open_store(rank, timeout) if rank.rank == 0 else _find_store(rank, timeout)
     dist.init_process_group(
         backend="cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo",
         store=store,
         rank=rank.rank,
         world_size=rank.world_size,
-        timeout=timeout,
+        timeout=timedelta(seconds=timeouts.setup_s),
     )
-    return PeerStore(store.host, store.port, rank=rank.rank, world_size=rank.world_size)
 
 
 def set_timeout(seconds: float) -> None:

@@ -16,13 +16,16 @@ from hpjob.runtime.data.batches import BatchReader
 from hpjob.runtime.data.tokens import TokenDataset
 from hpjob.runtime.engine import Engine
 from hpjob.runtime.failures import FailureReporter
+from hpjob.runtime.health.loss_watch import LossWatch, read_history
+from hpjob.runtime.health.start import StartChecks, usable_device, watch_peers
 from hpjob.runtime.loop import Training, TrainLoop
 from hpjob.runtime.mesh import build_mesh
 from hpjob.runtime.rank import Rank
 from hpjob.runtime.records import AttemptRecords
-from hpjob.runtime.rendezvous import Timeouts, choose_device, join
+from hpjob.runtime.rendezvous import PeerStore, join, meet
 from hpjob.runtime.settings import AttemptSettings
 from hpjob.runtime.signals import StopRequest, describe
+from hpjob.runtime.timeouts import Timeouts
 from hpjob.runtime.watcher import PeerWatcher
 
 log = logging.getLogger(__name__)
@@ -51,19 +54,23 @@ class Session:
             Exception: Whatever went wrong on this rank; the caller reports it.
         """
         torch.use_deterministic_algorithms(self._recipe.training.deterministic)
-        device = choose_device(self._rank, self._plan)
+        device = usable_device(self._rank, self._plan)
         self._records.event("joining", world_size=self._rank.world_size, device=str(device))
-        store = join(self._rank, device, self._timeouts)
-        self._reporter.notify = store.tell_failure
-        self._watcher.add(store.probe)
-        self._watcher.on_stop = store.leave
+        store = meet(self._rank, self._timeouts)
+        peers = PeerStore(store.host, store.port, rank=self._rank.rank, world_size=self._rank.world_size)
+        hangs = watch_peers(self._watcher, self._reporter, peers, self._plan)
+        checks = StartChecks(self._reporter, self._records, self._plan, device)
+        checks.nodes(peers, self._timeouts.setup_s)
+        join(self._rank, device, store, self._timeouts)
         if not self._left_early():
-            self._train(device)
+            self._train(device, checks)
         self._leave_together()
+        hangs.stop()
 
-    def _train(self, device: torch.device) -> None:
+    def _train(self, device: torch.device, checks: StartChecks) -> None:
         self._records.event("building", plan=self._plan.summary)
         mesh = build_mesh(self._plan, device.type)
+        checks.links(mesh)
         dataset = TokenDataset(self._recipe)
         self._verify_data(dataset)
         engine = Engine(self._plan, self._recipe, mesh, device)
@@ -71,7 +78,8 @@ class Session:
             return
         identity = fingerprint(self._recipe, dataset.meta.tokens_sha256)
         resumed = self._resume(engine, identity)
-        self._records.open_metrics(resumed.step if resumed else 0)
+        steps_again = self._records.open_metrics(resumed.step if resumed else 0)
+        losses = self._watch_losses(engine)
         training = Training(
             recipe=self._recipe,
             plan=self._plan,
@@ -82,10 +90,20 @@ class Session:
             stop=self._stop,
             records=self._records,
             reporter=self._reporter,
+            losses=losses,
             timeouts=self._timeouts,
         )
-        self._records.event("training", first_step=(resumed.step if resumed else 0) + 1)
+        first_step = (resumed.step if resumed else 0) + 1
+        self._records.event("training", first_step=first_step, steps_again=steps_again)
         TrainLoop(training, resumed).run()
+
+    def _watch_losses(self, engine: Engine) -> LossWatch:
+        settings = self._recipe.loss_watch
+        history, skips = on_rank_zero(lambda: read_history(self._rank.run_dir.metrics, settings.window))
+        losses = LossWatch(settings, history=history, skips=skips, half_precision=self._plan.precision == "fp16")
+        if losses.decides_updates:
+            engine.accepts_update = losses.accepts
+        return losses
 
     def _verify_data(self, dataset: TokenDataset) -> None:
         """Compare small token files with their checksum; large ones only by size, which was done."""

@@ -26,6 +26,7 @@ class PeerWatcher:
 
     Attributes:
         on_stop: Called when polling stops because this rank leaves in good order.
+        interval_s: Between two rounds of polling.
     """
 
     def __init__(self, reporter: FailureReporter) -> None:
@@ -34,7 +35,7 @@ class PeerWatcher:
         self._probes: list[Probe] = [self._probe_files]
         self._stopped = threading.Event()
         # Listing a folder from thousands of ranks each second would load a shared file system.
-        self._interval_s = _INTERVAL_S * max(1.0, min(5.0, reporter.rank.world_size / _MANY_RANKS))
+        self.interval_s = _INTERVAL_S * max(1.0, min(5.0, reporter.rank.world_size / _MANY_RANKS))
         self._thread = threading.Thread(target=self._watch, name="peer-watcher", daemon=True)
 
     def start(self) -> None:
@@ -54,12 +55,13 @@ class PeerWatcher:
             self._thread.join()
 
     def _watch(self) -> None:
-        while not self._stopped.wait(self._interval_s):
+        while not self._stopped.wait(self.interval_s):
             for probe in tuple(self._probes):
                 why = probe()
                 if why is None:
                     continue
-                if not self._stopped.wait(_GRACE_S):
+                # Rank 0 holds the store, in which the others have yet to read why they end.
+                if not self._stopped.wait(_GRACE_S + (self.interval_s if self._reporter.rank.rank == 0 else 0.0)):
                     self._reporter.leave_for_peer(why)
                 return
 

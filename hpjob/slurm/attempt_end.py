@@ -18,7 +18,9 @@ from hpjob.core.run_records import (
     read_outcome,
     write_json,
 )
-from hpjob.slurm.progress import ATTEMPTS_WITHOUT_PROGRESS, stuck
+from hpjob.slurm.blame import cause_beside_the_program
+from hpjob.slurm.node_faults import note_node_faults
+from hpjob.slurm.progress import ATTEMPTS_WITHOUT_PROGRESS, no_progress_report, stuck
 from hpjob.slurm.query import is_being_ended, was_cancelled
 from hpjob.slurm.srun_log import TaskEnd, parse_srun_log
 
@@ -40,13 +42,22 @@ def end_attempt(run: RunDir, attempt: AttemptDir, exit_code: int, ends: list[Tas
         ends = parse_srun_log(_read(attempt.srun_log))
     add_lost_ranks(attempt, ends)
     decision, reason = _decide(run, attempt, exit_code, ends)
+    left_out = note_node_faults(run, attempt, ends, decision=decision)
     failure = first_failure(read_failures(attempt))
+    job_id = str((read_json(attempt.attempt_json) or {}).get("job_id", ""))
+    report: list[str] = []
+    if decision == "stop" and stuck(run, job_id):
+        report = no_progress_report(run, attempt, failure.message.strip() if failure is not None else reason)
+        for line in report:
+            logger.error("%s", line)
     write_json(
         attempt.end,
         {
             "version": 1,
             "decision": decision,
             "reason": reason,
+            "left_out": left_out,
+            "report": report,
             "exit_code": exit_code,
             "checkpoint_step": newest_checkpoint_step(run),
             "time": time.time(),
@@ -73,7 +84,9 @@ def add_lost_ranks(attempt: AttemptDir, ends: list[TaskEnd]) -> None:
 def _record_lost_rank(attempt: AttemptDir, *, rank: int, node: str, what: str, exited: bool) -> None:
     """Write the failure record of a rank that left none."""
     path = attempt.failure(rank)
-    if path.exists():
+    known = read_json(path)
+    # What another rank wrote in its place says less than how the launcher saw it end.
+    if known is not None and known.get("reported_by") is None:
         return
     log = attempt.rank_log(rank)
     traceback = _last_traceback(_read(log)) if exited else ""
@@ -102,8 +115,10 @@ def _decide(run: RunDir, attempt: AttemptDir, exit_code: int, ends: list[TaskEnd
     job_id = str(document.get("job_id", ""))
     if run.finished.exists():
         return "done", "the last step is done"
-    reason = _reason_to_go_on(attempt, exit_code, ends)
-    if reason is None or (exit_code and _srun_asked_to_stop(attempt, document, ends)):
+    # After a hang the others may say that they were told to save: srun ends them so.
+    beside = cause_beside_the_program(attempt)
+    reason = beside or _reason_to_go_on(attempt, exit_code, ends)
+    if reason is None or (beside is None and exit_code and _srun_asked_to_stop(attempt, document, ends)):
         return "stop", "the ranks failed" if exit_code else "the ranks ended without saying why"
     if run.cancelled.exists():
         return "stop", "cancelled; `hpjob resume` goes on"

@@ -6,8 +6,10 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
+from hpjob.core.hostlist import expand, fold
 from hpjob.core.schema import Persisted
 
+EXCLUDE = "--exclude="
 PositiveInt = Annotated[int, Field(gt=0)]
 
 
@@ -38,3 +40,15 @@ class JobSpec(Persisted):
     env: dict[str, str] = Field(default_factory=dict)
     extra_options: tuple[str, ...] = ()
     """Unknown sbatch options passed through after ``--``, each ``--long=value`` or ``--flag``."""
+    left_out_nodes: tuple[str, ...] = ()
+    """Nodes that failed lately, beside those that a person excludes."""
+
+    @property
+    def sbatch_options(self) -> tuple[str, ...]:
+        """The options passed through, with one ``--exclude`` for all nodes that the job must not get."""
+        if not self.left_out_nodes:
+            return self.extra_options
+        excluded = [option for option in self.extra_options if option.startswith(EXCLUDE)]
+        nodes = [node for option in excluded for node in expand(option.removeprefix(EXCLUDE))]
+        others = [option for option in self.extra_options if option not in excluded]
+        return (*others, EXCLUDE + fold([*nodes, *self.left_out_nodes]))

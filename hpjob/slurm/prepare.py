@@ -20,6 +20,7 @@ from hpjob.recipe.load import load_recipe
 from hpjob.recipe.model import Recipe
 from hpjob.slurm.checks import check_against_site, check_save_window, find_partition
 from hpjob.slurm.lead import expected_save_s, signal_lead_s
+from hpjob.slurm.leave_out import leave_out_bad_nodes
 from hpjob.slurm.live import ExecutorName
 from hpjob.slurm.model import JobSpec
 from hpjob.slurm.options import pass_through
@@ -87,6 +88,8 @@ def prepare(request: Request) -> Prepared:
     notes += _check_runnable(request, recipe, plan)
     run = RunDir(_run_path(request, recipe))
     spec = job_spec(run, recipe, topology, plan, executor=executor, options=options)
+    spec, left_out = leave_out_bad_nodes(spec, site)
+    notes += left_out
     notes += check_job(spec, plan, site)
     if executor == "slurm":
         notes += override_warnings(os.environ)

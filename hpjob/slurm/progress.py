@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from hpjob.core.run_dir import RunDir
-from hpjob.core.run_records import newest_checkpoint_step, read_json
+from hpjob.core.run_dir import AttemptDir, RunDir
+from hpjob.core.run_records import first_failure, newest_checkpoint_step, read_failures, read_json
 
 ATTEMPTS_WITHOUT_PROGRESS = 3
 
@@ -19,3 +19,23 @@ def stuck(run: RunDir, job_id: str) -> bool:
     newest = begins[:ATTEMPTS_WITHOUT_PROGRESS]
     step = newest_checkpoint_step(run)
     return len(newest) == ATTEMPTS_WITHOUT_PROGRESS and all(begin == step for begin in newest)
+
+
+def no_progress_report(run: RunDir, attempt: AttemptDir, cause: str) -> list[str]:
+    """Return a line for each of the last attempts: where it began, what ended it.
+
+    Args:
+        run: The run.
+        attempt: The one that ends now, whose end is not written yet.
+        cause: What ended it.
+    """
+    lines = []
+    for one in run.attempt_list()[-ATTEMPTS_WITHOUT_PROGRESS:]:
+        document, end = read_json(one.attempt_json) or {}, read_json(one.end) or {}
+        why = cause if one.index == attempt.index else end.get("reason") or "ended without a word"
+        first = first_failure(read_failures(one))
+        log = f"; log of rank {first.rank}: {one.rank_log(first.rank)}" if first is not None else ""
+        nodes = ", ".join(document.get("hostnames") or ("?",))
+        begin = document.get("checkpoint_step", "?")
+        lines.append(f"attempt {one.index} on {nodes} from checkpoint step {begin}: {why}{log}")
+    return lines

@@ -17,6 +17,7 @@ from hpjob.recipe.load import load_recipe
 from hpjob.recipe.model import Recipe
 from hpjob.slurm.attempt_begin import read_plan
 from hpjob.slurm.lead import expected_save_s, measured_save_s, measured_step_s, signal_lead_s
+from hpjob.slurm.leave_out import leave_out_bad_nodes
 from hpjob.slurm.live import ExecutorName, live_submissions, read_submissions
 from hpjob.slurm.model import JobSpec
 from hpjob.slurm.options import sbatch_takes
@@ -64,6 +65,8 @@ def prepare_resume(run: RunDir, *, nodes: int | None, executor: str) -> Resumpti
     spec = _with_measured_lead(run, spec, plan)
     if spec.segment and not sbatch_takes(f"--segment={spec.segment}"):
         spec = spec.model_copy(update={"segment": None})  # the run moved to a cluster with an older Slurm
+    spec, left_out = leave_out_bad_nodes(spec, site)
+    notes += left_out
     notes += check_job(spec, plan, site)
     notes += override_warnings(os.environ) if chosen == "slurm" else []
     prepared = Prepared(

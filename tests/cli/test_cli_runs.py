@@ -128,6 +128,37 @@ def test_logs_of_one_rank_and_attempt(cli: Cli, run: RunDir) -> None:
         assert result.code == 2 and "hint: " in result.err
 
 
+def test_logs_join_attempts(cli: Cli, run: RunDir) -> None:
+    first = begin(run)
+    write_json(first.outcome, {"kind": "preempted", "step": 13, "reason": "signal SIGTERM"})
+    second = begin(run)
+    second.rank_log(0).write_text("restored\nstep 14\n", encoding="utf-8")
+    shown = cli("logs", "--lines", "4").out.splitlines()
+    assert shown[1:3] == ["rank 0 line 98", "rank 0 line 99"]
+    assert shown[3] == "-- attempt 0 ended: saved at step 13 (signal SIGTERM)"
+    assert shown[-2:] == ["restored", "step 14"]
+    assert "rank 0 line 99" not in cli("logs", "--attempt", "1").out
+    document = json.loads(cli("logs", "--json", "--lines", "1").out)
+    assert document["lines"] == ["step 14"]
+    assert [(part["attempt"], part["lines"]) for part in document["earlier"]] == [(0, ["rank 0 line 99"])]
+
+
+def test_status_tells_the_story_of_all_attempts(cli: Cli, run: RunDir, fake_slurm: FakeSlurm) -> None:
+    fake_slurm.answer("squeue", "RUNNING|None|n[1-2]|2026-03-01T12:00:00|59:00\n")
+    first = begin(run, started_at=time.time() - 100)
+    write_json(first.outcome, {"kind": "preempted", "step": 13, "reason": "signal SIGTERM"})
+    write_json(first.end, {"decision": "requeue", "reason": "saved", "time": time.time() - 50})
+    begin(run, started_at=time.time() - 20)
+    train(run, 20)
+    shown = cli("status").out
+    assert "goodput     14 % of 1 min 10 s on nodes" in shown and "0 steps lost" in shown
+    assert "saved at step 13 (signal SIGTERM)" in shown
+    document = json.loads(cli("status", "--json").out)
+    assert [attempt["why"] for attempt in document["attempt_list"]] == ["saved at step 13 (signal SIGTERM)", "runs"]
+    assert document["steps_lost"] == 0 and 0.1 < document["goodput"] < 0.2
+    assert document["seconds"]["steps"] == 10.0
+
+
 def test_logs_before_the_job_started(cli: Cli, run: RunDir) -> None:
     result = cli("logs")
     assert result.code == 0 and "has no logs yet" in result.err

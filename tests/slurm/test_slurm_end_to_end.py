@@ -11,6 +11,7 @@ import pytest
 from hpjob.cli.run_status import run_status
 from hpjob.core.run_dir import AttemptDir, RunDir
 from hpjob.core.run_records import first_failure, newest_checkpoint_step, read_failures, read_json
+from hpjob.slurm.bad_nodes import NodeMemory
 from hpjob.slurm.cancel import cancel
 from hpjob.slurm.live import live_submissions, read_submissions
 from hpjob.slurm.query import job_state
@@ -128,6 +129,17 @@ def test_a_second_job_does_not_enter_a_running_run(start: Start, slurm: SlurmSan
     assert job_state(second).state == "FAILED"
     assert "already running in job" in run.slurm_log(second).read_text()
     assert len(run.attempt_list()) == 1
+
+
+def test_after_a_hang_it_goes_on_without_the_node(start: Start, slurm: SlurmSandbox) -> None:
+    run = start(steps=6, hang_rank=5)
+    wait_for(run.finished.exists, "the run is finished", timeout=240)
+    first, second = run.attempt_list()
+    bad = first.hosts.read_text().split()[5]
+    assert decision(first) == "requeue" and (read_json(first.end) or {})["left_out"] == [bad]
+    assert bad not in second.hosts.read_text().split()
+    (strike,) = NodeMemory(read_site().cluster).strikes()
+    assert (strike.node, strike.kind, strike.run) == (bad, "hang", str(run.path))
 
 
 def test_cancel_ends_everything_and_nothing_comes_back(start: Start, slurm: SlurmSandbox) -> None:

@@ -176,3 +176,11 @@ def test_a_signal_to_the_shell_reaches_the_ranks_as_usr2(job: Job, number: signa
         assert process.wait(timeout=60) == 1
     assert job.read("srun.signals") == "USR2\n"
     assert "--exit-code 0" in job.read("python.calls")
+
+
+def test_nodes_to_leave_out_are_handed_over_after_the_job_was_queued_again(job: Job) -> None:
+    attempt = job.folder / "attempts" / "0000"
+    attempt.mkdir(parents=True)
+    (attempt / "exclude").write_text("n[2,4]\n")
+    assert job.run(srun=3, decision="requeue", scontrol=0).returncode == 0
+    assert job.read("scontrol.calls").splitlines() == ["requeue 7", "update JobId=7 ExcNodeList=n[2,4]"]

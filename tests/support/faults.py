@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import ctypes
 import os
 import resource
 import signal
+import threading
+import time
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -34,6 +37,74 @@ def kill_self() -> None:
 
 def raise_error() -> None:
     raise ValueError("a made-up fault")
+
+
+def stop_self() -> None:
+    os.kill(os.getpid(), signal.SIGSTOP)
+
+
+def sleep_on() -> None:
+    time.sleep(3600)
+
+
+def keep_interpreter_lock() -> None:
+    """Stay in a call into C that never lets another Python thread run."""
+    ctypes.PyDLL(None).sleep(3600)
+
+
+def block_data(rank: int, *, at_rank: int, step: int) -> None:
+    """Let the data of a step never come."""
+    from hpjob.runtime.data.tokens import TokenDataset
+
+    original = TokenDataset.rows
+
+    def rows(self: TokenDataset, wanted: int, *rest: Any) -> Any:
+        if (rank, wanted) == (at_rank, step):
+            threading.Event().wait()
+        return original(self, wanted, *rest)
+
+    TokenDataset.rows = rows  # type: ignore[method-assign]
+
+
+def broken_device(rank: int) -> None:
+    """Let the preflight find rank 1's device broken."""
+    from hpjob.runtime.health import preflight
+
+    if rank == 1:
+        preflight.check_device = lambda device: f"{device} does not work: uncorrectable ECC error"
+
+
+def other_versions(rank: int) -> None:
+    """Let rank 1 have another torch."""
+    from hpjob.runtime.health import preflight
+
+    original = preflight.versions
+    if rank == 1:
+        preflight.versions = lambda: {**original(), "torch": "1.0"}
+
+
+def spoil_loss(rank: int, *, steps: tuple[int, ...], factor: float) -> None:
+    """Multiply the loss of some steps and its gradients, also when they are done again."""
+    from hpjob.runtime.engine import Engine
+
+    train_step, accumulate = Engine.train_step, Engine.accumulate_gradients
+    current = [0]
+
+    def spoiled_step(self: Engine, batch: Any, step: int) -> Any:
+        current[0] = step
+        return train_step(self, batch, step)
+
+    def spoiled(self: Engine, batch: Any) -> Any:
+        loss, tokens = accumulate(self, batch)
+        if current[0] not in steps:
+            return loss, tokens
+        for item in self.parameters:
+            if item.local_gradient is not None:
+                item.local_gradient.mul_(factor)
+        return loss * factor, tokens
+
+    Engine.train_step = spoiled_step  # type: ignore[method-assign]
+    Engine.accumulate_gradients = spoiled  # type: ignore[method-assign]
 
 
 def terminate_self() -> None:

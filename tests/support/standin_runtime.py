@@ -61,6 +61,10 @@ def fail(attempt: Path, rank: int, node: str, step: int, behaviour: dict[str, in
         os.kill(os.getpid(), signal.SIGKILL)
     if behaviour.get("exit_rank") == rank and step == 2:
         os._exit(7)
+    if behaviour.get("hang_rank") == rank and step == 2 and attempt.name == "0000":
+        record = {"rank": rank, "node": node, "time": time.time(), "kind": "hang", "step": step, "exception": "Hang"}
+        write(attempt / "failures" / f"rank-{rank:05d}.json", record | {"message": f"rank {rank} on {node} hangs"})
+        os._exit(3)
     if behaviour.get("raise_rank") == rank and step == 2:
         try:
             raise ValueError("the loss is not finite")

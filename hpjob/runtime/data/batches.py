@@ -24,6 +24,11 @@ class BatchReader:
         self._dp_size = dp_size
         self._device = device
 
+    def positions(self, step: int) -> tuple[int, int]:
+        """Return the first and last sample of a step's global batch, counted over the whole run from 0."""
+        size = self._dataset.global_batch_size
+        return (step - 1) * size, step * size - 1
+
     def read(self, step: int) -> Batch:
         """Return the batch of a step (1-based); every tensor is ``(global_batch_size / dp_size, seq_length)``."""
         inputs, labels = self._dataset.rows(step, self._dp_rank, self._dp_size)
