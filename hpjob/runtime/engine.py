@@ -25,6 +25,7 @@ from hpjob.runtime.optimizer.gradients import add_gradients, local_squared_norm,
 from hpjob.runtime.optimizer.loss_scale import LossScale
 from hpjob.runtime.optimizer.schedule import learning_rate
 from hpjob.runtime.parallel.data import COMPUTE_DTYPE, GradientSync, needs_fsdp, shard_stage
+from hpjob.runtime.parallel.fp8 import Fp8Product
 from hpjob.runtime.parallel.tensor_region import TensorRegion
 from hpjob.runtime.parallel.vocabulary import IGNORED_LABEL
 from hpjob.runtime.pipeline.executor import Microbatch, PipelineExecutor
@@ -210,6 +211,8 @@ class Engine:
         own = materialise(stage, cuts, mesh, self._device, seed=recipe.training.seed, compute_dtype=dtype)
         self.parameters += own
         stage.make_rotary(self._device)
+        if recipe.parallel.use_fp8:
+            stage.multiply_in_fp8(Fp8Product(self._device))
         if compiles_layers(plan, recipe, self._device):
             compile_stage(stage)
         queue = WeightGradientQueue() if self._schedule.defers_weights else None
