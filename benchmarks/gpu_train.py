@@ -4,7 +4,8 @@
     benchmarks/gpu_train.py --seq 2048 --rounds 2 --out benchmarks/results/gpu_train-2048.json
     benchmarks/gpu_train.py --table benchmarks/results/gpu_train-2048.json benchmarks/results/gpu_train-8192.json
 
-The work: 8 layers of the Llama-2-7B shape, vocabulary 32,000, 16,384 tokens a step, AdamW and clipping included.
+The work: 8 layers of the Llama-2-7B shape, vocabulary 32,000, 16,384 tokens a step, AdamW and clipping included; or
+the whole model with --layers 32 --seq 4096 --tokens 32768 --microbatches 8, or --shape llama3-8b.
 Variants take turns for several rounds. Each is built, warmed up, timed step by step and freed. tokens/s come from
 the median step; model FLOPs count every weight of a matrix product six times a token and causal attention once;
 MFU is their share of 989.5 TFLOP/s, the data sheet's dense bf16. The sustained rate is that of one wide product
@@ -29,9 +30,10 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 HPJOB = {
     "hpjob": "",
     "hpjob, two microbatches": "num_microbatches=2",
+    "hpjob, fp8": "use_fp8=true",
     "hpjob, not compiled": "enable_jit_fused=false",
 }
-TOKENS = 16384
+SHAPES = ("llama2-7b", "llama3-8b")
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -64,6 +66,9 @@ def _measure(options: argparse.Namespace) -> dict[str, Any]:
     record: dict[str, Any] = {
         "seq": options.seq,
         "layers": options.layers,
+        "shape": options.shape,
+        "tokens": options.tokens,
+        "microbatches": options.microbatches,
         "gpu": torch.cuda.get_device_name(),
         "torch": torch.__version__,
         "transformers": transformers.__version__,
@@ -113,19 +118,20 @@ def _one(name: str, options: argparse.Namespace, *, profile: bool) -> dict[str, 
 
 
 def _case(extra: str, options: argparse.Namespace) -> Any:
-    from benchmarks.workload import LLAMA_7B, work_case
+    from benchmarks.workload import LLAMA3_8B, LLAMA_7B, work_case
 
     words = dict(pair.split("=") for pair in extra.split())
-    microbatches = int(words.pop("num_microbatches", 1))
+    microbatches = int(words.pop("num_microbatches", options.microbatches))
     settings = {
         "num_hidden_layers": options.layers,
         "seq_length": options.seq,
         "precision": "bf16",
         "num_microbatches": microbatches,
-        "microbatch_size": TOKENS // options.seq // microbatches,
+        "microbatch_size": options.tokens // options.seq // microbatches,
         **words,
     }
-    return work_case("zero_stage=0", LLAMA_7B, settings, world=1)
+    shape = LLAMA_7B if options.shape == "llama2-7b" else LLAMA3_8B
+    return work_case("zero_stage=0", shape, settings, world=1)
 
 
 def _hpjob(case: Any) -> Callable[[], Any]:
@@ -179,6 +185,9 @@ def _options(arguments: Sequence[str] | None) -> argparse.Namespace:
     everything = ["hpjob", "torchtitan", "transformers + torch.compile", "transformers as the Trainer runs it"]
     parser.add_argument("--seq", type=int, default=2048, help="tokens of a sequence (default: %(default)s)")
     parser.add_argument("--layers", type=int, default=8, help="decoder layers (default: %(default)s)")
+    parser.add_argument("--shape", choices=SHAPES, default=SHAPES[0], help="of a layer (default: %(default)s)")
+    parser.add_argument("--tokens", type=int, default=16384, help="of a step (default: %(default)s)")
+    parser.add_argument("--microbatches", type=int, default=1, help="of a step (default: %(default)s)")
     parser.add_argument("--variants", nargs="+", default=everything, help=f"also {', '.join(HPJOB)}")
     parser.add_argument("--rounds", type=int, default=2, help="turns of every variant (default: %(default)s)")
     parser.add_argument("--steps", type=int, default=8, help="timed steps of a turn (default: %(default)s)")

@@ -63,9 +63,9 @@ def quick_weights() -> AbstractContextManager[Any]:
     if not torch.cuda.is_available():
         return nullcontext()
 
-    def fill(item: parameters.ShardedParameter, *, seed: int, std: float) -> None:
+    def fill(item: parameters.ShardedParameter, *, std: float, gain: float, **_: object) -> None:
         with torch.no_grad():
-            item.local.normal_(0.0, std) if item.decays else item.local.fill_(1.0)
+            item.local.normal_(0.0, std) if item.decays else item.local.fill_(gain)
 
     return patch.object(parameters, "_fill", fill)
 

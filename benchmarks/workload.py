@@ -17,6 +17,13 @@ LLAMA_7B: Mapping[str, int] = {
     "num_key_value_heads": 32,
     "vocab_size": 32000,
 }
+LLAMA3_8B: Mapping[str, int] = {
+    "hidden_size": 4096,
+    "intermediate_size": 14336,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 8,
+    "vocab_size": 128256,
+}
 TINY: Mapping[str, int] = {
     "hidden_size": 64,
     "intermediate_size": 96,

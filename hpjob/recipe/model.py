@@ -169,6 +169,8 @@ class ParallelSettings(Persisted):
     enable_sequence_parallelism: bool | Auto = "auto"
     sequence_parallelism_mode: SequenceParallelismMode | Auto = "auto"
     precision: Precision = "bf16"
+    use_fp8: bool = False
+    """Products of the layers' linear maps in 8-bit floating point, through torchao."""
     initial_scale: Annotated[float, Field(gt=0)] = 2.0**16
     enable_fused_normalization: bool | Auto = "auto"
     enable_flash_attention: bool | Auto = "auto"

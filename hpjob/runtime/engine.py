@@ -26,6 +26,7 @@ from hpjob.runtime.optimizer.gradients import add_gradients, local_squared_norm,
 from hpjob.runtime.optimizer.loss_scale import LossScale
 from hpjob.runtime.optimizer.schedule import learning_rate
 from hpjob.runtime.parallel.data import COMPUTE_DTYPE, GradientSync, needs_fsdp, shard_stage
+from hpjob.runtime.parallel.fp8 import Fp8Product
 from hpjob.runtime.parallel.tensor_region import TensorRegion
 from hpjob.runtime.parallel.vocabulary import IGNORED_LABEL
 from hpjob.runtime.pipeline.executor import Microbatch, PipelineExecutor
@@ -218,7 +219,10 @@ class Engine:
         part = stage_parts(plan.pipeline.layers_per_stage)[number]
         mode = plan.sequence_parallelism_mode
         region = TensorRegion(
-            mesh=mesh.tp_mesh, splits_sequence=mode in ("split_gather", "ring"), is_ring=mode == "ring"
+            mesh=mesh.tp_mesh,
+            splits_sequence=mode in ("split_gather", "ring"),
+            is_ring=mode == "ring",
+            gathers_first=recipe.parallel.use_fp8,
         )
         family = family_of(recipe.model.model_type)
         stage = DecoderStage(family, recipe.model, part, plan, region, self._kernel)
@@ -230,6 +234,8 @@ class Engine:
         own = materialise(stage, cuts, mesh, home, seed=recipe.training.seed, compute_dtype=dtype)
         self.parameters += own
         stage.make_rotary(self._device)
+        if recipe.parallel.use_fp8:
+            stage.multiply_in_fp8(Fp8Product(self._device))
         if compiles_layers(plan, recipe, self._device):
             compile_stage(stage)
         queue = WeightGradientQueue() if self._schedule.defers_weights else None

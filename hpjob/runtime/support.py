@@ -6,6 +6,7 @@ from hpjob.core.errors import UserInputError
 from hpjob.plan.model import Pipeline, Plan
 from hpjob.recipe.model import Recipe
 from hpjob.runtime.model.families import family_of
+from hpjob.runtime.parallel.fp8 import ALIGNMENT
 from hpjob.runtime.parallel.region import chunk_bounds
 from hpjob.runtime.pipeline.schedule import SCHEDULES
 
@@ -17,6 +18,7 @@ def unsupported(plan: Plan, recipe: Recipe) -> list[str]:
         *_unsupported_sequence(plan, recipe),
         *_unsupported_experts(plan, recipe),
         *_unsupported_shapes(plan, recipe),
+        *(_unsupported_fp8(plan, recipe) if recipe.parallel.use_fp8 else []),
     ]
 
 
@@ -70,6 +72,29 @@ def _unsupported_sequence(plan: Plan, recipe: Recipe) -> list[str]:
             f"all_to_all spreads the {heads} attention heads of a tp rank over sp, which {degrees.sp} does not divide"
         ]
     return []
+
+
+def _unsupported_fp8(plan: Plan, recipe: Recipe) -> list[str]:
+    shape, tp = recipe.model, plan.degrees.tp
+    reasons = []
+    if plan.precision == "fp16":
+        reasons.append("use_fp8 goes with bf16 or fp32, not with the loss scale of fp16")
+    if plan.sequence_parallelism_mode == "ring":
+        reasons.append("use_fp8 is not possible with ring, which multiplies in pieces; use split_gather")
+    if plan.pipeline.style == "zbv" and plan.degrees.pp > 1:
+        reasons.append("use_fp8 is not possible with zbv, which puts weight gradients off; use 1f1b or interleaved")
+    head = shape.attention_head_dim
+    widths = {
+        "hidden_size": shape.hidden_size,
+        "the query heads of a tp rank": shape.num_attention_heads * head // tp,
+        "the key-value heads of a tp rank": max(1, shape.num_key_value_heads // tp) * head,
+        "the MLP width of a tp rank": shape.intermediate_size // tp,
+    }
+    return reasons + [
+        f"use_fp8 needs widths in multiples of {ALIGNMENT}, but {name} is {width}"
+        for name, width in widths.items()
+        if width % ALIGNMENT
+    ]
 
 
 def _unsupported_experts(plan: Plan, recipe: Recipe) -> list[str]:

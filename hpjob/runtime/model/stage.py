@@ -20,6 +20,7 @@ from hpjob.recipe.model import ModelShape
 from hpjob.runtime.model.families import Family
 from hpjob.runtime.model.placement import place_layer
 from hpjob.runtime.moe.expert_parallel import ExpertParallelExperts
+from hpjob.runtime.parallel.fp8 import Fp8Product
 from hpjob.runtime.parallel.linear import ColumnParallelLinear, DeferringLinear, local_tensor, multiply_gathered
 from hpjob.runtime.parallel.region import chunk_bounds
 from hpjob.runtime.parallel.tensor_region import TensorRegion
@@ -117,6 +118,13 @@ class DecoderStage(nn.Module):
         for module in self.modules():
             if isinstance(module, DeferringLinear | ExpertParallelExperts):
                 module.queue = queue
+
+    def multiply_in_fp8(self, product: Fp8Product) -> None:
+        """Let the linear layers of the decoder layers multiply in 8 bits; embedding, head and experts do not."""
+        for layer in self.decoder_layers:
+            for module in layer.modules():
+                if isinstance(module, DeferringLinear):
+                    module.fp8 = product
 
     @property
     def expert_block(self) -> str | None:

@@ -18,6 +18,7 @@ from torch.autograd import Function
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
 
+from hpjob.runtime.parallel.fp8 import Fp8Product
 from hpjob.runtime.parallel.region import chunk_bounds
 from hpjob.runtime.parallel.tensor_region import TensorRegion
 from hpjob.runtime.sequence.split_gather import BlockInput, gather_linear, linear_reduce_scatter
@@ -71,9 +72,11 @@ class DeferringLinear(nn.Module, ABC):
 
     Attributes:
         queue: Set where they are put off; None = autograd computes them.
+        fp8: Multiplies in 8 bits; None = in the dtype of the inputs.
     """
 
     queue: WeightGradientQueue | None = None
+    fp8: Fp8Product | None = None
     weight: nn.Parameter
     bias: nn.Parameter | None
 
@@ -88,6 +91,8 @@ class DeferringLinear(nn.Module, ABC):
 
     def product(self, inputs: Tensor) -> Tensor:
         """Return ``x W^T``, without the bias."""
+        if self.fp8 is not None:
+            return self.fp8(inputs, self.used_weight())
         if self.queue is None:
             return F.linear(inputs, self.used_weight())
         defer = self.queue.defer_for(self.targets)
@@ -111,7 +116,7 @@ class GatheredLinear(DeferringLinear):
     def forward(self, inputs: Tensor) -> Tensor:
         """Map (..., in_features) to (..., this rank's outputs)."""
         bias = self.used_bias()
-        if self.ready is None and self.queue is None:
+        if self.ready is None and self.queue is None and self.fp8 is None:
             return F.linear(inputs, self.used_weight(), bias)
         product, self.ready = self.product(inputs) if self.ready is None else self.ready, None
         return product if bias is None else product + bias

@@ -28,11 +28,13 @@ class TensorRegion:
         splits_sequence: Outside the region each rank holds one part of the sequence (``split_gather``, ``ring``)
             instead of a copy of all of it. Parameters used there then get this rank's share of their gradient only.
         is_ring: The cut layers of a block pass the parts around a ring while they multiply (``ring``).
+        gathers_first: A split sequence is whole before it is multiplied, for products that cannot be made in parts.
     """
 
     mesh: DeviceMesh
     splits_sequence: bool = False
     is_ring: bool = False
+    gathers_first: bool = False
 
     @property
     def group(self) -> dist.ProcessGroup:
@@ -49,7 +51,8 @@ class TensorRegion:
     @property
     def multiplies_while_splitting(self) -> bool:
         """Whether linears gather and scatter the sequence themselves; compiled code shows each step to the compiler."""
-        return self.splits_sequence and self.size > 1 and not torch.compiler.is_compiling()
+        apart = self.gathers_first or torch.compiler.is_compiling()
+        return self.splits_sequence and self.size > 1 and not apart
 
     def linear_settings(
         self, defer: DeferWeightGradients | None, block: BlockInput | None = None

@@ -23,6 +23,7 @@ _PARALLEL = (
     "initial_scale",
     "cpu_offload",
     "enable_jit_fused",
+    "use_fp8",
 )
 _PIPELINE = ("num_microbatches", "microbatch_size", "pp_style", "num_model_chunks", "layers_per_stage")
 _OPTIMIZER = ("lr", "max_norm", "weight_decay", "schedule", "warmup_steps")
