@@ -133,7 +133,7 @@ SLURM = {
     "block over lines": ("BlockName=b1\n   BlockIndex=0 Nodes=n[01-18]\n   BlockSize=18\n", {"blocks": {"b1": 18}}),
     "a key that comes again": ("SwitchName=s0 Level=0 LinkSpeed=1 Nodes=a[1-2]\nlog: Nodes=x Nodes= <pci\n",
                                {"nodes_per_leaf": {"s0": 2}, "nodes": 2}),
-    "reason with a state": (NODE, {"state_of_node": {"g1": "IDLE+DRAIN"}, "unusable": ["g1"], "gpus_of_node": {"g1": 8}}),
+    "reason with a state": (NODE, {"state_of_node": {"g1": "IDLE+DRAIN"}, "unusable": ["g1"]}),
     "sinfo with bars": ("NODELIST|CPUS|MEMORY|GRES|STATE\ng[1-2]|96|2000|gpu:h100:8(S:0-1)|idle\n",
                         {"gpus_of_node": {"g1": 8, "g2": 8}}),
     "sinfo -O": ("NODELIST            GRES                STATE\ng1                  gpu:a100:4          drained*\n",
@@ -141,11 +141,15 @@ SLURM = {
     "sinfo --json": ('{"sinfo":[{"node":{"state":["IDLE"]},"nodes":{"nodes":["g1","g2"]},"gres":{"total":"gpu:4"},'
                      '"partition":{"name":"p"}}]}', {"gpus_of_node": {"g1": 4, "g2": 4}, "partitions": ["p"]}),
 }  # fmt: skip
-GCP = "resourceStatus:\n  physicalHostTopology:\n    block: b\n    cluster: c\n    subblock: s\n  scheduling: {}\nname: v1\n"
+GCP = (
+    "resourceStatus:\n  physicalHostTopology:\n    block: b\n    cluster: c\n    subblock: s\n"
+    "  scheduling: {}\nname: v1\n"
+)
 CLOUD = {
     "GCP instance": (GCP, {"layers_top_to_bottom": {"v1": ["c", "b", "s"]}, "node_id": "name"}),
     "GKE labels": (
-        "cloud.google.com/gce-topology-block: b1\ncloud.google.com/gce-topology-subblock: s1\nkubernetes.io/hostname: h\n",
+        "cloud.google.com/gce-topology-block: b1\ncloud.google.com/gce-topology-subblock: s1\n"
+        "kubernetes.io/hostname: h\n",
         {"layers_top_to_bottom": {"h": ["b1", "s1"]}},
     ),
     "OCI labels": (
