@@ -84,6 +84,10 @@ def _inside(node: Node) -> list[str]:
         lines.append("NVLink or XGMI: not seen")
     elif node.islands == () and len(node.gpus) > 1:
         lines.append("no NVLink or XGMI between the GPUs")
+    inside = {gpu for island in node.islands or () for gpu in island.gpus}
+    unsure = {gpu for link in node.links or () if link.linked is None for gpu in (link.a, link.b)}
+    if alone := tuple(gpu.index for gpu in node.gpus if inside and gpu.index not in inside | unsure):
+        lines.append(f"GPU {_indices(alone)} has no link to the others")
     for gpu in node.gpus:
         if gpu.mig:
             lines.append(f"GPU {gpu.index} is sliced: {', '.join(gpu.mig)}")

@@ -134,6 +134,8 @@ SLURM = {
     "a key that comes again": ("SwitchName=s0 Level=0 LinkSpeed=1 Nodes=a[1-2]\nlog: Nodes=x Nodes= <pci\n",
                                {"nodes_per_leaf": {"s0": 2}, "nodes": 2}),
     "reason with a state": (NODE, {"state_of_node": {"g1": "IDLE+DRAIN"}, "unusable": ["g1"]}),
+    "MIG in Gres": (NODE.replace("gpu:h100:8(S:0-1)", "gpu:1g.10gb:7(S:0)"),
+                    {"gpus_of_node": {"g1": 7}, "gpu_types": ["1g.10gb"]}),
     "sinfo with bars": ("NODELIST|CPUS|MEMORY|GRES|STATE\ng[1-2]|96|2000|gpu:h100:8(S:0-1)|idle\n",
                         {"gpus_of_node": {"g1": 8, "g2": 8}}),
     "sinfo -O": ("NODELIST            GRES                STATE\ng1                  gpu:a100:4          drained*\n",
