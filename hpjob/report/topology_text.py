@@ -53,13 +53,12 @@ def _switch(
 
 
 def _nodes(found: list[Node], indent: str) -> Iterator[str]:
-    groups: dict[str, list[Node]] = {}
+    groups: dict[tuple[str, str], list[str]] = {}
     for node in found:
-        groups.setdefault("\n".join(_inside(node)), []).append(node)
-    for inside, alike in groups.items():
-        names = [node.name for node in alike]
+        groups.setdefault((_summary(node), "\n".join(_inside(node))), []).append(node.name)
+    for (summary, inside), names in groups.items():
         title = names[0] if len(names) == 1 else f"{hostlist.fold(names)} ({len(names)} nodes)"
-        yield f"{indent}{title}{_summary(alike[0])}"
+        yield f"{indent}{title}{summary}"
         if inside:
             yield from (f"{indent}  {line}" for line in inside.split("\n"))
 

@@ -192,3 +192,17 @@ def test_a_wide_row_is_no_row_of_a_table() -> None:
     text = XGMI_RING.replace("GPU3   30  15  15  0\n", "") + "GPU3 X NIC mlx5_0 Link 0: XGMI XGMI\n"
     before = read_text(XGMI_RING).facts
     assert read_text(text).facts["weight"] == before["weight"]
+
+
+def test_rings_of_a_nccl_file_offer_their_pairs() -> None:
+    text = fixtures.nccl_xml(switch=False)
+    ring = text.replace('target="0000:21:00.0"', 'target="0000:22:00.0"', 1)  # 0 to 2, 1 to 0, 2 and 3 as before
+    topology = read_text(ring).topology
+    assert topology is not None
+    node = topology.nodes[0]
+    assert {(link.a, link.b) for link in node.links or () if link.linked} == {(0, 1), (0, 2), (2, 3)}
+    assert [link.linked for link in node.links or () if (link.a, link.b) == (1, 3)] == [False]
+    assert [(i.all_to_all, i.cliques) for i in node.islands or ()] == [(False, ((0, 1), (0, 2), (2, 3)))]
+    cut = read_text(ring[: ring.rindex("</cpu>")]).topology
+    assert cut is not None
+    assert {link.linked for link in cut.nodes[0].links or ()} == {True, None}

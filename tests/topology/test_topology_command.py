@@ -114,3 +114,10 @@ def test_a_picture_of_nothing_is_refused(tmp_path: Path) -> None:
     result = runner.invoke(app, ["topology", "read", "-", "--svg", str(tmp_path / "x.svg")], input=graph)
     assert isinstance(result.exception, UserInputError)
     assert not (tmp_path / "x.svg").exists()
+
+
+def test_a_drained_node_stands_apart_in_the_tree() -> None:
+    text = "NODELIST NODES PARTITION STATE\nn[1-3] 3 gpu idle\nn4 1 gpu drained*\n"
+    topology = read_text(text).topology
+    assert topology is not None
+    assert topology_tree(topology).split("\n")[1:] == ["n[1-3] (3 nodes): idle", "n4: drained*"]
