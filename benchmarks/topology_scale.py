@@ -1,7 +1,7 @@
 #!/usr/bin/env python3
 """Time and memory of topology readers and of the placement on large inputs, each in a process of its own.
 
-``python benchmarks/topology_scale.py --json benchmarks/results/topology_scale.json`` wrote the recorded figures.
+``benchmarks/results/topology_scale.json`` holds recorded figures; its ``command`` wrote them.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
+COMMAND = "python benchmarks/topology_scale.py --json benchmarks/results/topology_scale.json"
 NODES_PER_LEAF = 25
 GPUS_PER_TRAY, TRAYS_PER_BLOCK = 4, 18
 SIZES = {
@@ -151,7 +152,8 @@ def main() -> int:
             print("  ".join(f"{key} {value}" for key, value in found[-1].items()), flush=True)
     if arguments.json:
         machine = {"python": platform.python_version(), "cpu": _cpu_model()}
-        arguments.json.write_text(json.dumps({"machine": machine, "figures": found}, indent=1) + "\n", encoding="utf-8")
+        document = {"command": COMMAND, "machine": machine, "figures": found}
+        arguments.json.write_text(json.dumps(document, indent=1) + "\n", encoding="utf-8")
     return 0
 
 
