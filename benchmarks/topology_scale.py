@@ -1,24 +1,31 @@
 #!/usr/bin/env python3
-"""Time and memory of topology readers and of the placement on large inputs, each in a process of its own."""
+"""Time and memory of topology readers and of the placement on large inputs, each in a process of its own.
+
+``benchmarks/results/topology_scale.json`` holds recorded figures; its ``command`` wrote them.
+"""
 
 from __future__ import annotations
 
 import argparse
+import json
+import platform
 import random
 import resource
 import subprocess
 import sys
 import time
 from pathlib import Path
+from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
+COMMAND = "python benchmarks/topology_scale.py --json benchmarks/results/topology_scale.json"
 NODES_PER_LEAF = 25
 GPUS_PER_TRAY, TRAYS_PER_BLOCK = 4, 18
 SIZES = {
     "slurm-tree": (1_000, 3_000, 10_000),
-    "slurm-block": (1_800, 6_000, 18_000),
-    "ibnetdiscover": (500, 1_500, 5_000),
+    "slurm-block": (4_000, 12_000, 18_000, 40_000),
+    "ibnetdiscover": (1_000, 3_000, 5_000, 10_000),
     "placement": (1_000, 3_000, 10_000),
 }
 UNITS = {"slurm-tree": "nodes", "slurm-block": "GPUs", "ibnetdiscover": "hosts", "placement": "nodes"}
@@ -82,25 +89,25 @@ def ib_fabric(hosts: int) -> str:
 MAKERS = {"slurm-tree": slurm_tree, "slurm-block": slurm_block, "ibnetdiscover": ib_fabric}
 
 
-def measure(name: str, size: int) -> None:
-    """Read one text and print one line."""
+def measure(name: str, size: int) -> dict[str, Any]:
+    """Read one text."""
     from hpjob.topology.read.recognise import read_text
 
     text = MAKERS[name](size)
-    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     started, cpu = time.perf_counter(), time.process_time()
     reading = read_text(text)
     wall, spent = time.perf_counter() - started, time.process_time() - cpu
-    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     nodes = len(reading.topology.nodes) if reading.topology else 0
-    print(
-        f"{name:14} {size:6d} {UNITS[name]:5}  {len(text) / 2**20:6.2f} MiB text  {nodes:6d} nodes  "
-        f"{wall:5.2f} s wall  {spent:5.2f} s CPU  peak {peak / 2**10:5.0f} MiB (+{(peak - before) / 2**10:.0f})"
-    )
+    return {"text_mib": round(len(text) / 2**20, 2), "nodes": nodes, **_spent(wall, spent)}
 
 
-def measure_placement(nodes: int) -> None:
-    """Place 8 ranks a node on a tree whose leaves hold nodes in no order of their names; print one line."""
+def _spent(wall: float, cpu: float) -> dict[str, float]:
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return {"wall_s": round(wall, 2), "cpu_s": round(cpu, 2), "peak_mib": round(peak / 2**10)}
+
+
+def measure_placement(nodes: int) -> dict[str, Any]:
+    """Place 8 ranks a node on a tree whose leaves hold nodes in no order of their names."""
     from hpjob.core.hostlist import expand
     from hpjob.plan.model import ParallelDegrees
     from hpjob.plan.placement import consecutive, place
@@ -121,11 +128,8 @@ def measure_placement(nodes: int) -> None:
     wall, spent = time.perf_counter() - started, time.process_time() - cpu
     new = placement_cost(degrees, *placed).leaving("pp", Level.LEAF)
     plain = placement_cost(degrees, *consecutive(topology, 8)).leaving("pp", Level.LEAF)
-    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    print(
-        f"placement      {nodes:6d} nodes  {8 * nodes:6d} ranks  {wall:5.2f} s wall  {spent:5.2f} s CPU  "
-        f"peak {peak / 2**10:5.0f} MiB  pp links between leaves {new:.0f} (order of names: {plain:.0f})"
-    )
+    links = {"pp_links_between_leaves": new, "pp_links_in_order_of_names": plain}
+    return {"nodes": nodes, "ranks": 8 * nodes, **links, **_spent(wall, spent)}
 
 
 def main() -> int:
@@ -133,15 +137,29 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--one", nargs=2, metavar=("NAME", "SIZE"), help="measure one size in this process")
     parser.add_argument("--only", choices=sorted(SIZES), help="measure one kind in all its sizes")
+    parser.add_argument("--json", type=Path, help="write the figures there")
     arguments = parser.parse_args()
     if arguments.one:
         name, size = arguments.one[0], int(arguments.one[1])
-        measure_placement(size) if name == "placement" else measure(name, size)
+        print(json.dumps(measure_placement(size) if name == "placement" else measure(name, size)))
         return 0
+    found: list[dict[str, Any]] = []
     for name, sizes in SIZES.items():
         for size in sizes if arguments.only in (None, name) else ():
-            subprocess.run([sys.executable, __file__, "--one", name, str(size)], check=True)
+            command = [sys.executable, __file__, "--one", name, str(size)]
+            done = subprocess.run(command, check=True, capture_output=True, text=True)
+            found.append({"what": name, "size": size, "unit": UNITS[name], **json.loads(done.stdout)})
+            print("  ".join(f"{key} {value}" for key, value in found[-1].items()), flush=True)
+    if arguments.json:
+        machine = {"python": platform.python_version(), "cpu": _cpu_model()}
+        document = {"command": COMMAND, "machine": machine, "figures": found}
+        arguments.json.write_text(json.dumps(document, indent=1) + "\n", encoding="utf-8")
     return 0
+
+
+def _cpu_model() -> str:
+    lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
+    return next((line.partition(":")[2].strip() for line in lines if line.startswith("model name")), "not known")
 
 
 if __name__ == "__main__":

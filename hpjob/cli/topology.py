@@ -43,12 +43,15 @@ def read(
     svg: Path | None = typer.Option(None, "--svg", help="Write a picture of the joined topology to this file."),
 ) -> None:
     """Read topology sources of any kind; several of one machine are joined and their disagreements reported."""
+    from hpjob.core.errors import UserInputError
     from hpjob.topology.merge import merge
 
     readings = [_read_one(name, kind) for name in files]
     found = [reading.topology for reading in readings if reading.topology is not None]
     joined = merge(found) if len(found) > 1 else (found[0] if found else None)
-    if svg is not None and joined is not None:
+    if svg is not None:
+        if joined is None:
+            raise UserInputError("these texts show no node that could be drawn", hint="leave --svg out")
         _write_svg(svg, joined)
     if as_json:
         typer.echo(json.dumps(_document(files, readings, joined), ensure_ascii=False))

@@ -54,13 +54,12 @@ def _switch(
 
 
 def _nodes(found: list[Node], indent: str) -> Iterator[str]:
-    groups: dict[str, list[Node]] = {}
+    groups: dict[tuple[str, str], list[str]] = {}
     for node in found:
-        groups.setdefault("\n".join(_inside(node)), []).append(node)
-    for inside, alike in groups.items():
-        names = [node.name for node in alike]
+        groups.setdefault((_summary(node), "\n".join(_inside(node))), []).append(node.name)
+    for (summary, inside), names in groups.items():
         title = names[0] if len(names) == 1 else f"{hostlist.fold(names)} ({len(names)} nodes)"
-        yield f"{indent}{title}{_summary(alike[0])}"
+        yield f"{indent}{title}{summary}"
         if inside:
             yield from (f"{indent}  {line}" for line in inside.split("\n"))
 
@@ -85,6 +84,10 @@ def _inside(node: Node) -> list[str]:
         lines.append("NVLink or XGMI: not seen")
     elif node.islands == () and len(node.gpus) > 1:
         lines.append("no NVLink or XGMI between the GPUs")
+    inside = {gpu for island in node.islands or () for gpu in island.gpus}
+    unsure = {gpu for link in node.links or () if link.linked is None for gpu in (link.a, link.b)}
+    if alone := tuple(gpu.index for gpu in node.gpus if inside and gpu.index not in inside | unsure):
+        lines.append(f"GPU {_indices(alone)} has no link to the others")
     for gpu in node.gpus:
         if gpu.mig:
             lines.append(f"GPU {gpu.index} is sliced: {', '.join(gpu.mig)}")

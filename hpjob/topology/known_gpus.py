@@ -30,6 +30,8 @@ def machine_for(gpu_type: str | None, num_gpus: int) -> tuple[str | None, tuple[
     if gpu_type is None:
         return None, ("Slurm gives no GPU type: name one with --machine to get estimates",)
     text = gpu_type.lower()
+    if re.search(r"(?:^|_)[0-9]g\.[0-9]+gb", text):
+        return None, (f"GPU type {gpu_type} is a slice of a GPU (MIG): slices have no links to each other",)
     machine = next((name for pattern, name in _BY_NAME if re.search(pattern, text)), None)
     if machine is None:
         return None, (f"GPU type {gpu_type} is not known: name a machine with --machine to get estimates",)

@@ -38,7 +38,9 @@ _UNUSABLE = (
     "no_respond",
 )
 _FIELD = re.compile(r"(\w+)=(\S*)")
-_GRES_GPU = re.compile(r"gpu(?::([A-Za-z_][^:,()]*))?:(\d+)")
+_GRES_GPU = re.compile(r"gpu(?::([^:,()]*[A-Za-z_][^:,()]*))?:(\d+)(?![^:,()])")
+_MIG_PROFILE = re.compile(r"(?:^|_)[0-9]g\.[0-9]+gb", re.I)
+"""A site may name the slices of a GPU by their profile."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -226,7 +228,7 @@ def _topology(chosen: list[SlurmNode], fabric: Fabric, notes: tuple[str, ...]) -
     nodes = []
     for node in chosen:
         known = machine_node(machine, node.name) if machine and node.num_gpus else None
-        gpus = known.gpus if known else tuple(Gpu(index=i, model=node.gpu_type) for i in range(node.num_gpus))
+        gpus = known.gpus if known else tuple(_gpu(i, node.gpu_type) for i in range(node.num_gpus))
         nodes.append(
             Node(
                 name=node.name,
@@ -246,6 +248,11 @@ def _topology(chosen: list[SlurmNode], fabric: Fabric, notes: tuple[str, ...]) -
         source="slurm",
         notes=(*notes, *why),
     )
+
+
+def _gpu(index: int, gpu_type: str | None) -> Gpu:
+    sliced = gpu_type is not None and _MIG_PROFILE.search(gpu_type) is not None
+    return Gpu(index=index, model=gpu_type, mig=(str(gpu_type),) if sliced else None)
 
 
 def _ask(*command: str) -> str:

@@ -128,3 +128,14 @@ def test_broken_lines_are_left_out() -> None:
     assert parse_sinfo("garbage\n\na|b\n") == []
     (node,) = parse_sinfo("n1|p|idle|8+|1000+|gpu:2,gpu:v100:2(IDX:0-1)\n")
     assert (node.num_gpus, node.gpu_type, node.cpus, node.memory_gib) == (4, "v100", 0, 0.98)
+
+
+def test_a_gres_of_slices_is_counted_and_marked(slurm: Path) -> None:
+    assert [(node.gpu_type, node.num_gpus) for node in parse_sinfo("m1|p|idle|8|1024|gpu:1g.10gb:7(S:0)\n")] == [
+        ("1g.10gb", 7)
+    ]
+    (slurm / "sinfo.txt").write_text("m1|mig*|idle|8|1024|gpu:a100_1g.10gb:7(S:0)\n")
+    found = cluster_topology(None, 1)
+    assert [gpu.mig for gpu in found.nodes[0].gpus] == [("a100_1g.10gb",)] * 7
+    assert found.machine is None
+    assert any("slice" in note for note in found.notes)

@@ -96,3 +96,28 @@ def test_placement_is_coloured_by_group(tmp_path: Path) -> None:
         boxes = ElementTree.fromstring(picture.read_text()).iter("{http://www.w3.org/2000/svg}rect")
         colours[axis] = {box.get("fill") for box in boxes if "hsl" in str(box.get("fill"))}
     assert (len(colours["pp"]), len(colours["tp"])) == (2, 4)
+
+
+def test_a_gpu_with_dead_links_is_named(tmp_path: Path) -> None:
+    path = tmp_path / "t"
+    alive = {pair: word for pair, word in fixtures.all_linked(8, "NV18").items() if 3 not in pair}
+    path.write_text(fixtures.matrix(8, alive, default="NODE"))
+    output = runner.invoke(app, ["topology", "read", str(path)]).output
+    assert "GPU 3 shows no NVLink, the others do" in output
+    assert "GPU 3 has no link to the others" in output
+    path.write_text("\n".join(path.read_text().split("\n")[:3]))  # the pairs of GPU 3 with 4 to 7 are cut away
+    assert "GPU 3 has no link" not in runner.invoke(app, ["topology", "read", str(path)]).output
+
+
+def test_a_picture_of_nothing_is_refused(tmp_path: Path) -> None:
+    graph = '<graphs version="1"><graph id="0" pattern="4"><channel><gpu dev="0"/></channel></graph></graphs>'
+    result = runner.invoke(app, ["topology", "read", "-", "--svg", str(tmp_path / "x.svg")], input=graph)
+    assert isinstance(result.exception, UserInputError)
+    assert not (tmp_path / "x.svg").exists()
+
+
+def test_a_drained_node_stands_apart_in_the_tree() -> None:
+    text = "NODELIST NODES PARTITION STATE\nn[1-3] 3 gpu idle\nn4 1 gpu drained*\n"
+    topology = read_text(text).topology
+    assert topology is not None
+    assert topology_tree(topology).split("\n")[1:] == ["n[1-3] (3 nodes): idle", "n4: drained*"]

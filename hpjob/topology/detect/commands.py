@@ -20,12 +20,14 @@ class Tool:
 
     command: tuple[str, ...]
     kind: str
+    instead: tuple[str, ...] = ()
+    """Asked where the command is not on the PATH."""
 
 
 NODE_TOOLS = (
     Tool(("nvidia-smi", "topo", "-m"), "nvsmi_topo"),
     Tool(("nvidia-smi", "-L"), "nvsmi_list"),
-    Tool(("rocm-smi", "--showtopo"), "rocm"),
+    Tool(("rocm-smi", "--showtopo"), "rocm", instead=("amd-smi", "topology")),
     Tool(("ibstat",), "ibstat"),
     Tool(("ibdev2netdev",), "ibdev2netdev"),
 )
@@ -41,13 +43,14 @@ def ask(tool: Tool) -> tuple[Topology | None, str | None]:
     Returns:
         The topology, or None and the reason why there is none.
     """
-    name = " ".join(tool.command)
-    if shutil.which(tool.command[0]) is None:
+    command = next((c for c in (tool.command, tool.instead) if c and shutil.which(c[0])), None)
+    if command is None:
         return None, f"{tool.command[0]} is not on the PATH"
+    name = " ".join(command)
     # A site may cut long lines of scontrol through this variable.
     environment = {key: value for key, value in os.environ.items() if key != "SLURM_TOPO_LEN"}
     try:
-        done = subprocess.run(tool.command, capture_output=True, timeout=TIMEOUT_S, check=False, env=environment)
+        done = subprocess.run(command, capture_output=True, timeout=TIMEOUT_S, check=False, env=environment)
     except (OSError, subprocess.TimeoutExpired) as error:
         return None, f"`{name}` did not answer: {error}"
     if not done.stdout.strip():

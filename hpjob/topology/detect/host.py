@@ -31,9 +31,9 @@ def numa_of_pci(busid: str, sysfs: Path = SYSFS) -> int | None:
 
 
 def short_busid(busid: str) -> str:
-    """Turn ``00000000:00:06.0`` into sysfs' ``0000:00:06.0``."""
+    """Turn ``00000000:00:06.0`` into sysfs' ``0000:00:06.0``; a domain behind a VMD has five digits."""
     domain, _, rest = busid.lower().partition(":")
-    return f"{domain[-4:]}:{rest}"
+    return f"{domain.lstrip('0').zfill(4)}:{rest}"
 
 
 def numa_nodes(sysfs: Path = SYSFS) -> list[int]:

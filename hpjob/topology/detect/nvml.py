@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from ctypes import byref
 from dataclasses import dataclass, field
 from itertools import combinations
 from typing import Any
@@ -12,7 +13,11 @@ from hpjob.topology.read.graph import Pair, all_linked, islands, maximal_cliques
 
 SOURCE = "NVML"
 _MAX_LINKS = 18
+"""Links of a GPU where the binding does not say how many there can be."""
 _FABRIC_COMPLETED = 3
+_P2P_UNKNOWN = 6
+_DEGRADED_MASK, _DEGRADED = 0x3, 1
+"""Bits of the fabric's health mask that tell of bandwidth, and their value when it is degraded."""
 _LEVELS = {10: "PIX", 20: "PXB", 30: "PHB", 40: "NODE", 50: "SYS"}
 
 
@@ -118,7 +123,7 @@ def _direct_peers(pynvml: Any, devices: _Devices) -> dict[Pair, int]:
     index_of = {gpu.pci: gpu.index for gpu in devices.gpus if gpu.pci}
     counts: dict[Pair, int] = {}
     for gpu in devices.gpus:
-        for link in range(_MAX_LINKS):
+        for link in _link_numbers(pynvml):
             if not _ask(pynvml, "nvmlDeviceGetNvLinkState", devices.handles[gpu.index], link):
                 continue
             remote = _ask(pynvml, "nvmlDeviceGetNvLinkRemotePciInfo", devices.handles[gpu.index], link)
@@ -129,7 +134,11 @@ def _direct_peers(pynvml: Any, devices: _Devices) -> dict[Pair, int]:
 
 
 def _active_links(pynvml: Any, handle: Any) -> int:
-    return sum(bool(_ask(pynvml, "nvmlDeviceGetNvLinkState", handle, link)) for link in range(_MAX_LINKS))
+    return sum(bool(_ask(pynvml, "nvmlDeviceGetNvLinkState", handle, link)) for link in _link_numbers(pynvml))
+
+
+def _link_numbers(pynvml: Any) -> range:
+    return range(getattr(pynvml, "NVML_NVLINK_MAX_LINKS", _MAX_LINKS))
 
 
 def _link(pynvml: Any, devices: _Devices, a: int, b: int, peers: dict[Pair, int]) -> Link:
@@ -137,7 +146,7 @@ def _link(pynvml: Any, devices: _Devices, a: int, b: int, peers: dict[Pair, int]
     first, second = devices.handles[a], devices.handles[b]
     index = getattr(pynvml, "NVML_P2P_CAPS_INDEX_NVLINK", None)
     status = _ask(pynvml, "nvmlDeviceGetP2PStatus", first, second, index) if index is not None else None
-    linked = None if status is None else status == getattr(pynvml, "NVML_P2P_STATUS_OK", 0)
+    linked = None if status in (None, _P2P_UNKNOWN) else status == getattr(pynvml, "NVML_P2P_STATUS_OK", 0)
     level = _ask(pynvml, "nvmlDeviceGetTopologyCommonAncestor", first, second)
     count = peers.get((a, b))
     if linked and count is None:
@@ -174,21 +183,23 @@ def _domains(pynvml: Any, devices: _Devices, name: str) -> tuple[NvlinkDomain, .
             found[f"{dashed}.{info.cliqueId}"] = None
         elif any(uuid):
             devices.notes.append(f"GPU {gpu.index} has not completed joining its NVLink domain")
+        if getattr(info, "healthMask", 0) & _DEGRADED_MASK == _DEGRADED:
+            devices.notes.append(f"GPU {gpu.index}: the NVLink fabric calls its bandwidth degraded")
     if len(found) > 1:
         devices.notes.append(f"GPUs of one node are in different NVLink domains: {', '.join(found)}")
     return tuple(NvlinkDomain(name=domain, nodes=(name,)) for domain in found) if asked else None
 
 
 def _fabric_info(pynvml: Any, handle: Any) -> Any:
-    structure = getattr(pynvml, "c_nvmlGpuFabricInfo_t", None)
-    if structure is None:
-        return None
-    info = structure()
-    try:
+    """The newest form of the fabric state that driver and binding share; the first one is going away."""
+    for structure, function in (
+        ("c_nvmlGpuFabricInfo_v2_t", "nvmlDeviceGetGpuFabricInfoV"),
+        ("c_nvmlGpuFabricInfo_t", "nvmlDeviceGetGpuFabricInfo"),
+    ):
+        if not hasattr(pynvml, structure) or not hasattr(pynvml, function):
+            continue
+        info = getattr(pynvml, structure)()
         # The binding fills a structure that is handed over by reference.
-        from ctypes import byref  # noqa: PLC0415
-
-        pynvml.nvmlDeviceGetGpuFabricInfo(handle, byref(info))
-    except (pynvml.NVMLError, AttributeError, TypeError):
-        return None
-    return info
+        if _ask(pynvml, function, handle, byref(info)) is not None:
+            return info
+    return None

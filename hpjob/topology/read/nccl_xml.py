@@ -6,8 +6,10 @@ A file that a cloud hands to NCCL is partial: PCI devices only, GPUs told by the
 from __future__ import annotations
 
 import re
+from itertools import combinations
 
-from hpjob.topology.model import Gpu, Island, Nic, Node, Topology
+from hpjob.topology.model import Gpu, Island, Link, Nic, Node, Topology
+from hpjob.topology.read.graph import largest_cliques
 from hpjob.topology.read.nccl_links import NcclLinks, read_links
 from hpjob.topology.read.reading import LOCAL_NODE, Facts, Reader, Reading
 from hpjob.topology.read.text import Source
@@ -63,7 +65,8 @@ def read(source: Source) -> Reading:
     facts["same_switch_gpus_and_nics"] = None if gpus is None else _same_switch(pci, gpus, index, partial)
     facts |= _link_facts(links, fragment, wholeness)
     notes = _notes(links, wholeness, fragment)
-    topology = _topology(facts, gpus, index, links, notes)
+    inside = _islands(facts, links, wholeness)
+    topology = _topology(facts, gpus, index, inside, notes)
     return Reading(kind="nccl_xml", facts=facts, topology=topology, notes=tuple(notes))
 
 
@@ -194,8 +197,29 @@ def _notes(links: NcclLinks | None, wholeness: Wholeness, fragment: bool) -> lis
     return notes
 
 
+Inside = tuple[tuple[Island, ...] | None, tuple[Link, ...] | None]
+"""Islands and links of a node."""
+
+
+def _islands(facts: Facts, links: NcclLinks | None, wholeness: Wholeness) -> Inside:
+    """Only a whole file shows that two GPUs are not linked."""
+    if links is None or facts["islands"] is None:
+        return None, None
+    missing = False if wholeness == "whole" else None
+    islands = []
+    for group in facts["islands"]:
+        whole = links.is_complete(group) or missing
+        cliques = largest_cliques(group, links.linked, whole)
+        islands.append(Island(kind=links.kind, gpus=tuple(group), all_to_all=whole, cliques=cliques))
+    found = tuple(
+        Link(a=a, b=b, linked=(a, b) in links.linked or missing, count=links.direct.get((a, b)))
+        for a, b in combinations(links.gpus, 2)
+    )
+    return tuple(islands), found
+
+
 def _topology(
-    facts: Facts, gpus: list[Element] | None, index: dict[int, int], links: NcclLinks | None, notes: list[str]
+    facts: Facts, gpus: list[Element] | None, index: dict[int, int], inside: Inside, notes: list[str]
 ) -> Topology | None:
     if gpus is None:
         return None
@@ -211,14 +235,9 @@ def _topology(
         for name in dict.fromkeys(names)
         if not name.startswith("veth")
     )
-    islands = None
-    if links is not None and facts["islands"] is not None:
-        islands = tuple(
-            Island(kind=links.kind, gpus=tuple(group), all_to_all=links.is_complete(group))
-            for group in facts["islands"]
-        )
-    node = Node(name=LOCAL_NODE, gpus=found, islands=islands, nics=nics)
-    sources = {f"nodes.{LOCAL_NODE}.{name}": TITLE for name in ("gpus", "islands", "nics")}
+    islands, links = inside
+    node = Node(name=LOCAL_NODE, gpus=found, islands=islands, links=links, nics=nics)
+    sources = {f"nodes.{LOCAL_NODE}.{name}": TITLE for name in ("gpus", "islands", "links", "nics")}
     return Topology(nodes=(node,), source=TITLE, notes=tuple(notes), sources=sources)
 
 

@@ -62,7 +62,7 @@ def read(source: Source) -> Reading:
     near = _near_nics(matrix, gpus)
     facts |= _nic_facts(matrix, gpus, near, names, rails)
     facts |= _affinity_facts(gpus, affinity)
-    notes = [*matrix.notes, *pairs.notes, *_suspicions(gpus, affinity, hidden)]
+    notes = [*matrix.notes, *pairs.notes, *_degraded(facts), *_suspicions(gpus, affinity, hidden)]
     topology = _topology(facts, gpus, pairs, affinity, hidden, notes)
     return Reading(kind="nvsmi_topo", facts=facts, topology=topology, notes=tuple(notes))
 
@@ -188,6 +188,12 @@ def _affinity_facts(gpus: list[int], affinity: dict[str, Affinity]) -> Facts:
     if any(row.gpu_numa is not None for row in rows):
         facts["gpu_numa_id"] = [row.gpu_numa for row in rows]
     return facts
+
+
+def _degraded(facts: Facts) -> list[str]:
+    """A GPU that shows no NVLink where the others do has dead links, or is another kind of card."""
+    alone = facts["gpus_without_nvlink"] if facts["nvlink_islands"] else None
+    return [f"GPU {', '.join(map(str, alone))} shows no NVLink, the others do"] if alone else []
 
 
 def _suspicions(gpus: list[int], affinity: dict[str, Affinity], hidden: bool) -> list[str]:

@@ -15,7 +15,7 @@ from hpjob.topology.read.text import Source
 TITLE = "Slurm node records"
 _RECORD = re.compile(r"(?:^|(?<=\s))NodeName=(\S+)")
 _PAIR = re.compile(r"(?:^|(?<=\s))([A-Za-z]{2,24})=(\S*)")
-_GRES_GPU = re.compile(r"gpu(?::([A-Za-z][\w.-]*))?(?::([0-9]+))?(?:\(|,|$)")
+_GRES_GPU = re.compile(r"gpu(?::([\w.-]*[A-Za-z][\w.-]*))?(?::([0-9]+))?(?:\(|,|$)")
 _SINFO_COLUMNS = (
     "PARTITION", "AVAIL", "TIMELIMIT", "NODES", "STATE", "CPUS", "MEMORY", "GRES", "GRES_USED", "S:C:T", "REASON",
     "AVAIL_FEATURES", "ACTIVE_FEATURES", "TMP_DISK", "WEIGHT", "CPUS(A/I/O/T)", "NODES(A/I/O/T)", "FREE_MEM",
