@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shlex
 import signal
 import subprocess
 from collections.abc import Iterator
@@ -21,6 +22,7 @@ _PYTHON = """#!/bin/bash
 echo "$*" >>{folder}/python.calls
 if [[ $3 == begin ]]; then
   [[ -e {folder}/begin-fails ]] && exit 4
+  [[ -e {folder}/nothing-to-do ]] && exit 0
   mkdir -p {folder}/attempts/0000 && printf 'n2\\nn2\\nn1\\nn1\\n' >{folder}/attempts/0000/hosts
   echo {folder}/attempts/0000
 else
@@ -29,6 +31,7 @@ fi
 """
 _SRUN = """#!/bin/bash
 folder={folder}
+[[ $1 == --job-name=guard ]] && exec sleep 60
 printf '%s\\n' "$@" >{folder}/srun.arguments
 env >{folder}/srun.env
 echo "srun: error: n1: task 3: Killed" >&2
@@ -152,6 +155,26 @@ def test_a_refused_requeue_fails_the_job_and_says_how_to_go_on(job: Job) -> None
     assert job.read("scontrol.calls") == "requeue 7\n"
     assert done.returncode == 1
     assert "hpjob resume" in done.stderr
+
+
+def test_a_controller_that_is_away_is_asked_again(job: Job) -> None:
+    """It is just being restarted; the first refusal in words is final."""
+    answers = '[[ $(wc -l <"$f/scontrol.calls") -gt 2 ]] && words="Requested operation is disabled"'
+    text = f'#!/bin/bash\nf={shlex.quote(str(job.folder))}\necho "$*" >>"$f/scontrol.calls"\n'
+    text += f'words="Unable to contact slurm controller"\n{answers}\necho "$words" >&2\nexit 1\n'
+    programs = Path(job.environment["PATH"].partition(os.pathsep)[0])
+    (programs / "scontrol").write_text(text)
+    (programs / "sleep").write_text("#!/bin/bash\n")
+    (programs / "sleep").chmod(0o755)
+    done = job.run(decision="requeue")
+    assert job.read("scontrol.calls") == "requeue 7\n" * 3
+    assert done.returncode == 1 and "operation is disabled" in done.stderr
+
+
+def test_a_successor_with_nothing_to_do_starts_no_ranks(job: Job) -> None:
+    (job.folder / "nothing-to-do").touch()
+    assert job.run().returncode == 0
+    assert not job.read("srun.arguments")
 
 
 def test_after_a_requeue_the_script_waits_to_be_ended(job: Job) -> None:
