@@ -78,6 +78,11 @@ def begin_on_slurm(run: RunDir) -> AttemptDir | None:
             site=_site_facts(),
         ),
     )
+    view = ask_controller(job.job_id)
+    if view is not None and view.preempted:
+        # Slurm signals only the steps that are there when the grace time begins; this one comes too late for it.
+        logger.warning("the job is being preempted already: the ranks are told to leave as soon as they can")
+        run.stop.touch()
     if is_chained(run):
         refresh_script(run)
         ensure_successor(run, job.job_id)

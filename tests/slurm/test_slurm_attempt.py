@@ -125,6 +125,18 @@ def test_begin_obeys_a_stop_file_once_and_forgets_an_older_cancel(
     assert run.cancelled.exists()
 
 
+def test_a_job_that_is_preempted_before_its_ranks_start_tells_them(
+    run: RunDir, fake_slurm: FakeSlurm, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Slurm's signal went to the steps that there were: none."""
+    job(fake_slurm, "RUNNING", PreemptTime="2026-03-01T10:00:00")
+    begin(run, capsys)
+    assert run.stop.exists()
+    job(fake_slurm, "RUNNING")
+    begin(run, capsys)
+    assert not run.stop.exists()
+
+
 def test_saved_and_preempted_goes_on(run: RunDir, fake_slurm: FakeSlurm, capsys: pytest.CaptureFixture[str]) -> None:
     attempt = begin(run, capsys)
     preempted(attempt)

@@ -73,7 +73,7 @@ class Job:
         for name, text in (("srun.code", srun), ("decision", decision), ("scontrol.code", scontrol)):
             (self.folder / name).write_text(f"{text}\n")
         command = ["bash", self.folder / "job.sbatch"]
-        return subprocess.run(command, env=self.environment, capture_output=True, text=True, timeout=60, check=False)
+        return subprocess.run(command, env=self.environment, capture_output=True, text=True, timeout=240, check=False)
 
     def read(self, name: str) -> str:
         path = self.folder / name
@@ -185,7 +185,7 @@ def test_after_a_requeue_the_script_waits_to_be_ended(job: Job) -> None:
         wait_for(lambda: job.read("scontrol.calls"), "requeue asked")
         assert process.poll() is None
         process.send_signal(signal.SIGTERM)
-        assert process.wait(timeout=60) == -signal.SIGTERM
+        assert process.wait(timeout=240) == -signal.SIGTERM
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2])
@@ -196,7 +196,7 @@ def test_a_signal_to_the_shell_reaches_the_ranks_as_usr2(job: Job, number: signa
     with job.started() as process:
         wait_for((job.folder / "srun.started").exists, "srun started")
         process.send_signal(number)
-        assert process.wait(timeout=60) == 1
+        assert process.wait(timeout=240) == 1
     assert job.read("srun.signals") == "USR2\n"
     assert "--exit-code 0" in job.read("python.calls")
 

@@ -22,6 +22,7 @@ STEP_S = 0.04
 SAVE_S = 0.3
 SETUP_S = 60.0
 STEPS, SAVE_EVERY, KEEP = 120, 25, 2
+STOP_FILE_CODE = 255
 STOP_SIGNALS = (signal.SIGUSR1, signal.SIGUSR2, signal.SIGTERM)
 
 
@@ -59,6 +60,8 @@ class Rank:
         if self.rank:
             self.peers[0].sendall(bytes([self.stopped]))
             return receive(self.peers[0])
+        if (self.run / "STOP").exists() and not self.stopped:
+            self.stopped = STOP_FILE_CODE
         code = max([self.stopped, *(receive(peer) for peer in self.peers)])
         for peer in self.peers:
             peer.sendall(bytes([code]))
