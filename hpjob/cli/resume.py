@@ -67,12 +67,14 @@ def _submit(resumption: Resumption, *, as_json: bool, watch: bool) -> None:
 
     from hpjob.cli.find_run import run_argument
     from hpjob.core.run_records import newest_checkpoint_step
-    from hpjob.slurm.submit import submit_again
+    from hpjob.slurm.submit import confirm_continuation, submit_again
 
     prepared = resumption.prepared
     run = prepared.run
     step = newest_checkpoint_step(run)
     job_id = submit_again(prepared, ["hpjob", *sys.argv[1:]])
+    for note in confirm_continuation(prepared, job_id):
+        typer.echo(f"note: {note}", err=True)
     if as_json:
         document = {"version": 1, "run": run.name, "run_dir": str(run.path), "finished": False, "job_id": job_id}
         document |= {"executor": prepared.executor, "from_step": step, "changes": list(resumption.changes)}

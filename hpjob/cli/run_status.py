@@ -9,7 +9,7 @@ from hpjob.cli.find_run import run_argument
 from hpjob.core.run_dir import RunDir
 from hpjob.core.run_records import Failure
 from hpjob.report.read import RunRecord, read_run
-from hpjob.slurm.live import Submission, read_submissions, submission_state
+from hpjob.slurm.live import Submission, current_submission, read_submissions
 from hpjob.slurm.query import JobState
 
 RunState = Literal["waiting", "running", "finished", "stopped", "lost", "unknown"]
@@ -24,6 +24,8 @@ class RunStatus:
     how_to_go_on: str | None
     submission: Submission | None
     job: JobState | None
+    successors: tuple[str, ...] = ()
+    """Jobs that wait for the end of this one."""
     record: RunRecord
 
     @property
@@ -42,13 +44,21 @@ def run_status(run: RunDir, known: JobState | None = None) -> RunStatus:
     """
     record = read_run(run.path)
     submissions = read_submissions(run)
-    submission = submissions[-1] if submissions else None
-    if known is not None and submission is not None and known.job_id == submission.job_id:
-        job: JobState | None = known
-    else:
-        job = submission_state(submission) if submission is not None else None
+    submission = next((one for one in submissions if known is not None and one.job_id == known.job_id), None)
+    job = known if submission is not None else None
+    if submission is None and (current := current_submission(run)) is not None:
+        submission, job = current
+    successors = tuple(one.job_id for one in submissions if submission is not None and one.after == submission.job_id)
     state, why, next_command = _judge(record, job)
-    return RunStatus(state=state, why=why, how_to_go_on=next_command, submission=submission, job=job, record=record)
+    return RunStatus(
+        state=state,
+        why=why,
+        how_to_go_on=next_command,
+        submission=submission,
+        job=job,
+        successors=successors if job is not None and job.is_live else (),
+        record=record,
+    )
 
 
 def _judge(record: RunRecord, job: JobState | None) -> tuple[RunState, str, str | None]:
@@ -57,7 +67,8 @@ def _judge(record: RunRecord, job: JobState | None) -> tuple[RunState, str, str 
     if record.finished:
         return "finished", "the last step is done", None
     if job is None:
-        return "stopped", "it was never submitted", resume
+        damaged = record.files.jobs.exists()
+        return "stopped", f"{record.files.jobs.name} is damaged" if damaged else "it was never submitted", resume
     match job.phase:
         case "waiting":
             return "waiting", job.words, None

@@ -57,6 +57,7 @@ def as_document(current: RunStatus) -> dict[str, Any]:
         "why": current.why,
         "how_to_go_on": current.how_to_go_on,
         "job_id": submission.job_id if submission else None,
+        "successors": list(current.successors),
         "executor": submission.executor if submission else None,
         "slurm_state": job.state if job and submission and submission.executor == "slurm" else None,
         "slurm_reason": job.reason if job else None,
@@ -90,6 +91,8 @@ def as_lines(current: RunStatus) -> list[str]:
 
     record, submission = current.record, current.submission
     by = f"{submission.executor} job {submission.job_id}" if submission else "no job"
+    if current.successors:
+        by += f" (then {', '.join(current.successors)})"
     lines = [f"{record.files.name}: {current.state}, {current.why}", ""]
     if record.plan is not None:
         lines.append(f"  plan        {record.plan.summary}")

@@ -98,14 +98,18 @@ def _submit(prepared: Prepared, *, as_json: bool, watch: bool) -> None:
     import sys
 
     from hpjob.cli.find_run import run_argument
-    from hpjob.slurm.submit import write_and_submit
+    from hpjob.slurm.submit import confirm_continuation, write_and_submit
 
     job_id = write_and_submit(prepared, ["hpjob", *sys.argv[1:]])
     run = prepared.run
+    news = confirm_continuation(prepared, job_id)
     if as_json:
         document = {"version": 1, "run": run.name, "run_dir": str(run.path), "job_id": job_id}
-        typer.echo(json.dumps(document | {"executor": prepared.executor, "notes": prepared.notes}, indent=2))
+        document |= {"executor": prepared.executor, "notes": [*prepared.notes, *news]}
+        typer.echo(json.dumps(document, indent=2))
     else:
+        for note in news:
+            typer.echo(f"note: {note}", err=True)
         kind = "Slurm job" if prepared.executor == "slurm" else "local job"
         typer.echo(f"submitted {run.name} as {kind} {job_id}; everything is in {run.path}")
     if watch:

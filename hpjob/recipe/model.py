@@ -123,6 +123,8 @@ class CheckpointSettings(Persisted):
 
     every_steps: PositiveInt = 100
     keep_last: PositiveInt = 2
+    ephemeral_every_steps: PositiveInt | None = None
+    """Steps between checkpoints that are kept only until the next one is complete; None = none."""
 
 
 class LossWatchSettings(Persisted):

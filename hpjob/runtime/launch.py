@@ -58,6 +58,7 @@ def _run(rank: Rank, stop: StopRequest) -> NoReturn:
         rank.check_host()
         if rank.rank == 0:
             stop.stop_file = rank.run_dir.stop
+            stop.next_attempt = rank.run_dir.attempt(rank.attempt.index + 1).path
         settings = read_settings(rank)
         _say_place(rank, settings.plan)
         prepare_environment(os.environ, deterministic=settings.recipe.training.deterministic)

@@ -12,10 +12,16 @@ import time
 from pathlib import Path
 from types import FrameType
 
+from hpjob.core.errors import EnvironmentProblemError
+
 STOP_SIGNALS = (signal.SIGUSR1, signal.SIGUSR2, signal.SIGTERM)
 STOP_FILE_CODE = 1000
 """Code of the stop file; above every signal number."""
 _POLL_INTERVAL_S = 1.0
+
+
+class SupersededError(EnvironmentProblemError):
+    """A later attempt has begun while this one still ran, on a node that Slurm had given up."""
 
 
 class StopRequest:
@@ -27,6 +33,8 @@ class StopRequest:
 
     def __init__(self, stop_file: Path | None = None) -> None:
         self.stop_file = stop_file
+        self.next_attempt: Path | None = None
+        """Folder that exists once another start of the run has begun, which must not be disturbed."""
         self._owner = os.getpid()
         self._code = 0
         self._next_poll_s = 0.0
@@ -37,11 +45,20 @@ class StopRequest:
             signal.signal(number, self._note)
 
     def code(self) -> int:
-        """Return 0 for no request, else a number that :func:`describe` puts into words."""
+        """Return 0 for no request, else a number that :func:`describe` puts into words.
+
+        Raises:
+            SupersededError: The run is trained by a later attempt; this process may write nothing any more.
+        """
         now = time.monotonic()
-        if self.stop_file is not None and not self._code and now >= self._next_poll_s:
+        if self.stop_file is not None and now >= self._next_poll_s:
             self._next_poll_s = now + _POLL_INTERVAL_S
-            if self.stop_file.exists():
+            if self.next_attempt is not None and self.next_attempt.exists():
+                raise SupersededError(
+                    f"attempt {self.next_attempt.name} trains this run now",
+                    hint="nothing is to be done: this node was cut off, and Slurm started the run elsewhere",
+                )
+            if not self._code and self.stop_file.exists():
                 self._code = STOP_FILE_CODE
         return self._code
 

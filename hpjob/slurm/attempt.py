@@ -1,6 +1,8 @@
-"""``python -m hpjob.slurm.attempt begin|end``: what the job script calls before and after the ranks run.
+"""``python -m hpjob.slurm.attempt begin|end|orphaned``: what the job script calls before and after the ranks run.
 
-``begin`` prints the folder of the new attempt; ``end`` prints ``requeue``, ``done`` or ``stop``.
+``begin`` prints the folder of the new attempt, nothing when there is nothing to do; ``end`` prints ``requeue``,
+``queued``, ``chain``, ``done`` or ``stop``. ``orphaned`` stands in for ``end`` when the
+job's shell cannot run it.
 Everything else goes to stderr, which is the job's log.
 """
 
@@ -40,10 +42,15 @@ def _run(options: argparse.Namespace) -> str:
     if options.action == "begin":
         from hpjob.slurm.attempt_begin import begin_on_slurm  # noqa: PLC0415
 
-        return str(begin_on_slurm(run).path)
+        attempt = begin_on_slurm(run)
+        return str(attempt.path) if attempt is not None else ""
     # When Slurm ends the whole job it may send TERM to this process too; the decision must still be made.
     for number in (signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2):
         signal.signal(number, signal.SIG_IGN)
+    if options.action == "orphaned":
+        from hpjob.slurm.orphan import requeue_orphan  # noqa: PLC0415
+
+        return "requeued" if requeue_orphan(run, AttemptDir(options.attempt_dir), options.shell_pid) else ""
     from hpjob.slurm.attempt_end import end_attempt  # noqa: PLC0415
 
     return end_attempt(run, AttemptDir(options.attempt_dir), options.exit_code)
@@ -54,9 +61,12 @@ def _parser() -> argparse.ArgumentParser:
     actions = parser.add_subparsers(dest="action", required=True)
     begin = actions.add_parser("begin", help="make the folder of a new attempt and print its path")
     end = actions.add_parser("end", help="print what the job has to do now that its ranks have ended")
-    for action in (begin, end):
+    orphaned = actions.add_parser("orphaned", help="queue the job again if its shell cannot")
+    for action in (begin, end, orphaned):
         action.add_argument("--run-dir", type=Path, required=True)
-    end.add_argument("--attempt-dir", type=Path, required=True)
+    for action in (end, orphaned):
+        action.add_argument("--attempt-dir", type=Path, required=True)
+    orphaned.add_argument("--shell-pid", type=int, required=True, help="process of the job script")
     end.add_argument("--exit-code", type=int, required=True, help="srun's exit code")
     return parser
 

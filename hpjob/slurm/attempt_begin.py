@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import logging
 import os
+import shutil
 import socket
 import time
 from collections.abc import Mapping, Sequence
@@ -16,9 +18,12 @@ from hpjob.core.run_dir import AttemptDir, RunDir
 from hpjob.core.run_records import newest_checkpoint_step, read_json, write_json, write_text_atomically
 from hpjob.core.schema import parse
 from hpjob.plan.model import Plan
+from hpjob.slurm.chain import ensure_successor, is_chained, why_not_to_go_on
+from hpjob.slurm.controller_view import ask_controller
 from hpjob.slurm.job_environment import current_job, node_addresses
 from hpjob.slurm.live import refuse_second_job
 from hpjob.slurm.master_address import master_address
+from hpjob.slurm.measured_lead import refresh_script
 from hpjob.slurm.seen_from_inside import seen_from_inside
 from hpjob.slurm.site import read_site
 from hpjob.slurm.submit_environment import override_warnings
@@ -41,8 +46,8 @@ class Start:
     site: Mapping[str, object]
 
 
-def begin_on_slurm(run: RunDir) -> AttemptDir:
-    """Begin an attempt inside a Slurm job.
+def begin_on_slurm(run: RunDir) -> AttemptDir | None:
+    """Begin an attempt inside a Slurm job; None when the job is the successor of one that was stopped for good.
 
     Raises:
         HpjobError: The nodes cannot carry a plan, their addresses are unusable, the run runs elsewhere, or the run
@@ -51,11 +56,17 @@ def begin_on_slurm(run: RunDir) -> AttemptDir:
     from hpjob.topology.slurm import cluster_topology  # noqa: PLC0415
 
     job = current_job()
+    # A controller that has just been restarted may need a moment.
+    ask_controller(job.job_id)
+    nothing_to_do = why_not_to_go_on(run, job.job_id)
+    if nothing_to_do is not None:
+        logger.info("%s, so this successor has nothing to do; `hpjob resume` goes on", nothing_to_do)
+        return None
     for warning in override_warnings(os.environ):
         logger.warning("%s", warning)
     known = cluster_topology(job.partition, len(job.nodes), job.nodes)
     topology = seen_from_inside(known, read_plan(run.plan).gpus_per_node)
-    return begin(
+    attempt = begin(
         run,
         Start(
             job_id=job.job_id,
@@ -67,6 +78,15 @@ def begin_on_slurm(run: RunDir) -> AttemptDir:
             site=_site_facts(),
         ),
     )
+    view = ask_controller(job.job_id)
+    if view is not None and view.preempted:
+        # Slurm signals only the steps that are there when the grace time begins; this one comes too late for it.
+        logger.warning("the job is being preempted already: the ranks are told to leave as soon as they can")
+        run.stop.touch()
+    if is_chained(run):
+        refresh_script(run)
+        ensure_successor(run, job.job_id)
+    return attempt
 
 
 def begin(run: RunDir, start: Start) -> AttemptDir:
@@ -84,14 +104,8 @@ def begin(run: RunDir, start: Start) -> AttemptDir:
     hosts = [topology.nodes[place.node].name for place in sorted(plan.placement, key=lambda place: place.rank)]
     unique_hosts = list(dict.fromkeys(hosts))
     address = master_address(hosts[0], {name: start.addresses.get(name, name) for name in unique_hosts}, start.own_node)
-    attempt = _new_folder(run)
-    attempt.failures.mkdir()
-    write_text_atomically(attempt.hosts, "".join(f"{host}\n" for host in hosts))
-    write_text_atomically(attempt.plan, plan.model_dump_json(indent=2) + "\n")
-    write_text_atomically(attempt.topology, dump_topology(topology))
-    document = {
+    document: dict[str, object] = {
         "version": 1,
-        "index": attempt.index,
         "job_id": start.job_id,
         "restart_count": start.restart_count,
         "executor": start.executor,
@@ -103,7 +117,12 @@ def begin(run: RunDir, start: Start) -> AttemptDir:
         "checkpoint_step": newest_checkpoint_step(run),
         "site": dict(start.site),
     }
-    write_json(attempt.attempt_json, document)
+    texts = {
+        "hosts": "".join(f"{host}\n" for host in hosts),
+        "plan.json": plan.model_dump_json(indent=2) + "\n",
+        "topology.yaml": dump_topology(topology),
+    }
+    attempt, document = _enter(run, start, document, texts)
     _log_start(document, plan)
     return attempt
 
@@ -155,17 +174,38 @@ def read_plan(path: Path) -> Plan:
     return parse(Plan, document, source=str(path))
 
 
-def _new_folder(run: RunDir) -> AttemptDir:
+def _enter(
+    run: RunDir, start: Start, document: dict[str, object], texts: Mapping[str, str]
+) -> tuple[AttemptDir, dict[str, object]]:
+    """Make the attempt's folder in one step, complete; of two jobs that try at once, one is refused.
+
+    Raises:
+        UserInputError: Another job was faster.
+    """
     run.attempts.mkdir(exist_ok=True)
-    index = max((attempt.index for attempt in run.attempt_list()), default=-1) + 1
-    while True:
-        attempt = run.attempt(index)
-        try:
-            attempt.path.mkdir()
-        except FileExistsError:
-            index += 1
-            continue
-        return attempt
+    draft = AttemptDir(run.attempts / f".draft-{start.job_id}-{os.getpid()}")
+    shutil.rmtree(draft.path, ignore_errors=True)
+    draft.path.mkdir()
+    try:
+        draft.failures.mkdir()
+        for name, text in texts.items():
+            write_text_atomically(draft.path / name, text)
+        while True:
+            index = max((attempt.index for attempt in run.attempt_list()), default=-1) + 1
+            document = {"version": 1, "index": index} | document | {"index": index}
+            write_json(draft.attempt_json, document)
+            attempt = run.attempt(index)
+            try:
+                # Fails when the name is taken: the folder is not empty.
+                draft.path.rename(attempt.path)
+            except OSError as error:
+                if error.errno not in {errno.EEXIST, errno.ENOTEMPTY}:
+                    raise
+                refuse_second_job(run, job_id=start.job_id)
+                continue
+            return attempt, document
+    finally:
+        shutil.rmtree(draft.path, ignore_errors=True)
 
 
 def _forget_old_requests(run: RunDir, job_id: str) -> None:

@@ -6,7 +6,6 @@ import logging
 import time
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any, Literal
 
 from hpjob.core.run_dir import AttemptDir, RunDir
 from hpjob.core.run_records import (
@@ -15,16 +14,16 @@ from hpjob.core.run_records import (
     newest_checkpoint_step,
     read_failures,
     read_json,
-    read_outcome,
     write_json,
 )
-from hpjob.slurm.blame import cause_beside_the_program
+from hpjob.slurm.chain import cancel_successors
+from hpjob.slurm.decide import Decision, decide
+from hpjob.slurm.live import waiting_successors
+from hpjob.slurm.measured_lead import lead_warning
 from hpjob.slurm.node_faults import note_node_faults
-from hpjob.slurm.progress import ATTEMPTS_WITHOUT_PROGRESS, no_progress_report, stuck
-from hpjob.slurm.query import is_being_ended, was_cancelled
+from hpjob.slurm.progress import no_progress_report, stuck
+from hpjob.slurm.rescue import save_without_srun
 from hpjob.slurm.srun_log import TaskEnd, parse_srun_log
-
-Decision = Literal["requeue", "done", "stop"]
 
 logger = logging.getLogger("hpjob")
 
@@ -40,9 +39,11 @@ def end_attempt(run: RunDir, attempt: AttemptDir, exit_code: int, ends: list[Tas
     """
     if ends is None:
         ends = parse_srun_log(_read(attempt.srun_log))
+        save_without_srun(attempt, exit_code, ends)
     add_lost_ranks(attempt, ends)
-    decision, reason = _decide(run, attempt, exit_code, ends)
-    left_out = note_node_faults(run, attempt, ends, decision=decision)
+    decision, reason = decide(run, attempt, exit_code, ends)
+    successors = [waiting.job_id for waiting in waiting_successors(run)] if decision == "chain" else []
+    left_out = note_node_faults(run, attempt, ends, decision=decision, successors=successors)
     failure = first_failure(read_failures(attempt))
     job_id = str((read_json(attempt.attempt_json) or {}).get("job_id", ""))
     report: list[str] = []
@@ -68,6 +69,11 @@ def end_attempt(run: RunDir, attempt: AttemptDir, exit_code: int, ends: list[Tas
             "rank %d on %s failed first (%s): %s", failure.rank, failure.node, failure.kind, failure.message.strip()
         )
     logger.info("attempt %d: %s: %s", attempt.index, decision, reason)
+    if decision in {"stop", "done"}:
+        if cancelled := cancel_successors(run):
+            logger.info("cancelled its successor %s", ", ".join(cancelled))
+    elif warning := lead_warning(run):
+        logger.warning("%s", warning)
     return decision
 
 
@@ -108,54 +114,6 @@ def _record_lost_rank(attempt: AttemptDir, *, rank: int, node: str, what: str, e
 def _words(what: str, log_name: str) -> str:
     cause = " (SIGKILL, often from the system that ran out of memory)" if what.startswith("Killed") else ""
     return f"{what}{cause}; the rank left no report, its log is {log_name}"
-
-
-def _decide(run: RunDir, attempt: AttemptDir, exit_code: int, ends: list[TaskEnd]) -> tuple[Decision, str]:
-    document = read_json(attempt.attempt_json) or {}
-    job_id = str(document.get("job_id", ""))
-    if run.finished.exists():
-        return "done", "the last step is done"
-    # After a hang the others may say that they were told to save: srun ends them so.
-    beside = cause_beside_the_program(attempt)
-    reason = beside or _reason_to_go_on(attempt, exit_code, ends)
-    if reason is None or (beside is None and exit_code and _srun_asked_to_stop(attempt, document, ends)):
-        return "stop", "the ranks failed" if exit_code else "the ranks ended without saying why"
-    if run.cancelled.exists():
-        return "stop", "cancelled; `hpjob resume` goes on"
-    if document.get("executor") == "slurm" and was_cancelled(job_id, int(document.get("restart_count") or 0)):
-        return "stop", "the job was cancelled; `hpjob resume` goes on"
-    if stuck(run, job_id):
-        return "stop", (
-            f"{ATTEMPTS_WITHOUT_PROGRESS} attempts in a row ended without a new checkpoint (step "
-            f"{newest_checkpoint_step(run)}): the time between start and stop is too short for one; "
-            "lower checkpoint.every_steps or ask for more time"
-        )
-    return "requeue", reason
-
-
-def _reason_to_go_on(attempt: AttemptDir, exit_code: int, ends: list[TaskEnd]) -> str | None:
-    outcome = read_outcome(attempt)
-    if outcome is not None and outcome.kind == "preempted":
-        return f"saved at step {outcome.step} ({outcome.reason})"
-    first = [end for end in ends if not end.after_abort][:1] or ends[:1]
-    others = [record for record in read_failures(attempt) if record.kind in {"exception", "hang"}]
-    # A rank that is still importing has no handler yet: the signal to save ends it, which is no failure.
-    if exit_code and first and first[0].by_stop_signal and not others:
-        return f"told to stop during set-up ({first[0].what})"
-    return None
-
-
-def _srun_asked_to_stop(attempt: AttemptDir, document: dict[str, Any], ends: list[TaskEnd]) -> bool:
-    """Return whether the ranks saved only because one of them failed.
-
-    srun ends the others of a failed rank with TERM first. They take that for a preemption and save if they still
-    can; queuing such a job again would repeat the failure for ever.
-    """
-    failed_first = any(not end.after_abort and not end.by_stop_signal for end in ends)
-    outcome = read_outcome(attempt)
-    by_term = outcome is not None and "SIGTERM" in outcome.reason
-    on_slurm = document.get("executor") == "slurm"
-    return failed_first and by_term and on_slurm and not is_being_ended(str(document.get("job_id", "")))
 
 
 def _read(path: Path) -> str:

@@ -34,19 +34,26 @@ def cancel(run: RunDir, submissions: list[Submission]) -> None:
     # First the mark: a job that is just ending must already see it.
     ids = [submission.job_id for submission in submissions]
     write_json(run.cancelled, {"version": 1, "job_ids": ids, "time": time.time()})
+    on_slurm = [submission.job_id for submission in submissions if submission.executor == "slurm"]
+    # Successors first: the end of the job before them would start them.
+    for job_id in reversed(on_slurm):
+        _scancel(job_id)
     for submission in submissions:
         if submission.executor == "slurm":
-            _cancel_on_slurm(submission.job_id)
+            _wait_until_gone(submission.job_id)
         else:
-            _end_local(run, submission)
+            end_local(run, submission)
 
 
-def _cancel_on_slurm(job_id: str) -> None:
+def _scancel(job_id: str) -> None:
     result = run_command(["scancel", job_id], timeout_s=60)
     if not result.ok and "invalid job id" not in result.stderr.lower():
         raise SlurmRefusedError(
             f"scancel {job_id}: {result.complaint}", hint="only the job's owner and administrators may cancel it"
         )
+
+
+def _wait_until_gone(job_id: str) -> None:
     if not wait_until_gone(job_id, SLURM_WAIT_S):
         raise EnvironmentProblemError(
             f"job {job_id} is cancelled, but its processes have not ended within {SLURM_WAIT_S:.0f} s",
@@ -54,7 +61,7 @@ def _cancel_on_slurm(job_id: str) -> None:
         )
 
 
-def _end_local(run: RunDir, submission: Submission) -> None:
+def end_local(run: RunDir, submission: Submission) -> None:
     """Let the ranks save, as scancel would, then end what is left."""
     controller = local_process(submission)
     if controller is None:

@@ -34,7 +34,7 @@ def check_against_site(spec: JobSpec, site: Site, *, save_s: float) -> list[str]
         _check_size(spec, partition)
         _check_time_limit(spec, partition)
     check_save_window(spec, save_s=save_s, default_limit_s=partition.default_time_s if partition else None)
-    return [*account_warnings, *_preemption_warnings(spec, site, partition, save_s)]
+    return account_warnings
 
 
 def check_save_window(spec: JobSpec, *, save_s: float, default_limit_s: int | None = None) -> None:
@@ -124,22 +124,3 @@ def _check_time_limit(spec: JobSpec, partition: Partition) -> None:
             f"{partition.name}",
             hint=f"use --time {slurm_time(limit_s)}; the job saves before the limit and queues itself again",
         )
-
-
-def _preemption_warnings(spec: JobSpec, site: Site, partition: Partition | None, save_s: float) -> list[str]:
-    if partition is None or site.preempt_type == "preempt/none":
-        return []
-    found: list[str] = []
-    mode = partition.preempt_mode if partition.preempt_mode not in {"", "OFF"} else site.preempt_mode
-    if "CANCEL" in mode:
-        found.append(
-            f"partition {partition.name} cancels preempted jobs (PreemptMode={mode}): Slurm will not queue this job "
-            "again by itself; go on with `hpjob resume`"
-        )
-    window_s = max(partition.grace_time_s, site.kill_wait_s, 5)
-    if mode not in {"OFF", "SUSPEND", "GANG", "SUSPEND,GANG"} and save_s > window_s:
-        found.append(
-            f"a preempted job has {window_s} s to save here and a save takes about {save_s:.0f} s: what was trained "
-            "since the last checkpoint may be lost; lower checkpoint.every_steps"
-        )
-    return found

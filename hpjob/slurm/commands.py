@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import subprocess
+import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
@@ -12,6 +13,19 @@ _DISPLAY_NAMES = ("SLURM_TIME_FORMAT", "SLURM_TOPO_LEN", "SLURM_BITSTR_LEN")
 
 NOT_FOUND = 127
 TIMED_OUT = 124
+
+# A controller that is restarted, or fails over to its backup, is away for seconds to minutes.
+CONTROLLER_PATIENCE_S = 300.0
+_RETRY_S = 2.0
+_UNREACHABLE = (
+    "unable to contact",
+    "connect failure",
+    "connection refused",
+    "timed out",
+    "zero bytes",
+    "standby mode",
+    "communication connection failure",
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,6 +74,29 @@ def run_command(
     except subprocess.TimeoutExpired:
         return CommandResult(TIMED_OUT, "", f"{arguments[0]} gave no answer within {timeout_s:g} s")
     return CommandResult(done.returncode, done.stdout, done.stderr)
+
+
+def is_unreachable(result: CommandResult) -> bool:
+    """Return whether the controller did not answer, as opposed to answering no."""
+    if result.ok:
+        return False
+    words = f"{result.stdout}\n{result.stderr}".lower()
+    return result.returncode == TIMED_OUT or any(phrase in words for phrase in _UNREACHABLE)
+
+
+def run_patiently(
+    arguments: Sequence[str],
+    *,
+    patience_s: float = CONTROLLER_PATIENCE_S,
+    environment: Mapping[str, str] | None = None,
+) -> CommandResult:
+    """Run a command again and again while the controller does not answer, for at most ``patience_s``."""
+    end = time.monotonic() + patience_s
+    while True:
+        result = run_command(arguments, environment=environment)
+        if not is_unreachable(result) or time.monotonic() > end:
+            return result
+        time.sleep(_RETRY_S)
 
 
 def query_environment(environment: Mapping[str, str]) -> dict[str, str]:

@@ -25,11 +25,13 @@ class ScriptExecutor(SlurmExecutor):
     Args:
         folder: Where submitit keeps its copy of what it submitted.
         script: Text of the job script.
+        options: Options of sbatch for this submission only; they win over those in the script.
     """
 
-    def __init__(self, folder: Path, script: str) -> None:
+    def __init__(self, folder: Path, script: str, *, options: tuple[str, ...] = ()) -> None:
         super().__init__(folder=folder)
         self._script = script
+        self._options = options
 
     def _make_submission_file_text(self, command: str, uid: str) -> str:
         # The script starts the runtime by itself, so that it outlives requeues and a second sbatch by
@@ -38,7 +40,8 @@ class ScriptExecutor(SlurmExecutor):
 
     def _make_submission_command(self, submission_file_path: Path) -> list[str]:
         unset = [part for name in variables_to_remove(os.environ) for part in ("-u", name)]
-        return ["env", *unset, *super()._make_submission_command(submission_file_path)]
+        sbatch, *rest = super()._make_submission_command(submission_file_path)
+        return ["env", *unset, sbatch, *self._options, *rest]
 
     def submit_script(self) -> str:
         """Submit the script and return the job id.

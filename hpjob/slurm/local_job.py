@@ -53,7 +53,7 @@ def _run(run: RunDir, job_id: str) -> int:
     attempt = begin(run, _start(run, job_id))
     exit_code, ends = launcher.run(attempt)
     match end_attempt(run, attempt, exit_code, ends):
-        case "requeue":
+        case "requeue" | "queued" | "chain":
             return LOCAL_REQUEUE_RETURN_CODE
         case "done":
             return 0

@@ -36,6 +36,8 @@ class JobSpec(Persisted):
     signal: str = "USR2"
     signal_lead_s: PositiveInt = 120
     requeue: bool = True
+    chain: bool = False
+    """Whether a successor waits in the queue for the end of each job, because Slurm does not queue it again."""
     setup: tuple[str, ...] = ()
     env: dict[str, str] = Field(default_factory=dict)
     extra_options: tuple[str, ...] = ()

@@ -19,14 +19,15 @@ from hpjob.recipe.data_files import check_token_files
 from hpjob.recipe.load import load_recipe
 from hpjob.recipe.model import Recipe
 from hpjob.slurm.checks import check_against_site, check_save_window, find_partition
-from hpjob.slurm.lead import expected_save_s, signal_lead_s
+from hpjob.slurm.continuation import decide_chain, preemption, shared_folder_note, window_note
+from hpjob.slurm.lead import bound_loss, expected_save_s, signal_lead_s
 from hpjob.slurm.leave_out import leave_out_bad_nodes
 from hpjob.slurm.live import ExecutorName
 from hpjob.slurm.model import JobSpec
 from hpjob.slurm.options import pass_through
 from hpjob.slurm.render import render_script
 from hpjob.slurm.segment import wanted_segment
-from hpjob.slurm.site import Site, read_site
+from hpjob.slurm.site import NoSlurmError, Site, read_site
 from hpjob.slurm.submit_environment import override_warnings
 from hpjob.topology.load import load_machine, local_topology, machine_topology
 from hpjob.topology.model import Topology
@@ -90,7 +91,8 @@ def prepare(request: Request) -> Prepared:
     spec = job_spec(run, recipe, topology, plan, executor=executor, options=options)
     spec, left_out = leave_out_bad_nodes(spec, site)
     notes += left_out
-    notes += check_job(spec, plan, site)
+    spec, recipe, more = settle(spec, recipe, plan, site)
+    notes += more
     if executor == "slurm":
         notes += override_warnings(os.environ)
     if spec.segment:
@@ -124,7 +126,7 @@ def choose_executor(
         The executor, what the site says when it is Slurm, and notes.
 
     Raises:
-        EnvironmentProblemError: Slurm is needed and does not answer.
+        EnvironmentProblemError: Slurm is needed, or configured here, and does not answer.
         UserInputError: No such executor.
     """
     if asked not in {"auto", "slurm", "local"}:
@@ -135,7 +137,7 @@ def choose_executor(
         return "slurm", None, ["the site was not asked: the script is for nodes of the machine named"]
     try:
         return "slurm", read_site(), []
-    except EnvironmentProblemError as error:
+    except NoSlurmError as error:
         if asked == "slurm":
             raise
         if machine is not None:
@@ -176,17 +178,45 @@ def job_spec(
     )
 
 
-def check_job(spec: JobSpec, plan: Plan, site: Site | None) -> list[str]:
-    """Check a job against the site, or only its time limit where there is none; return warnings.
+def settle(
+    spec: JobSpec,
+    recipe: Recipe,
+    plan: Plan,
+    site: Site | None,
+    *,
+    step_s: float | None = None,
+    save_s: float | None = None,
+) -> tuple[JobSpec, Recipe, list[str]]:
+    """Check a job against the site and decide how it goes on when its nodes are taken.
+
+    Args:
+        spec: The job.
+        recipe: What it trains.
+        plan: Its plan.
+        site: What the site says; None = only the time limit is checked.
+        step_s: Seconds of a step if they were measured, else the plan's.
+        save_s: Seconds of a save if they were measured, else a cautious guess.
+
+    Returns:
+        The job with its kind of continuation, the recipe with what the site's time to save asks for, and warnings.
 
     Raises:
         UserInputError: The job could not run.
     """
-    save_s = expected_save_s(plan)
+    step_s, save_s = step_s or plan.time.step_s, save_s or expected_save_s(plan)
     if site is None:
         check_save_window(spec, save_s=save_s)
-        return []
-    return check_against_site(spec, site, save_s=save_s)
+        return spec, recipe, []
+    notes = check_against_site(spec, site, save_s=save_s)
+    found = preemption(spec, site, find_partition(spec.partition, site))
+    chain, more = decide_chain(spec, site, found)
+    notes += more
+    if note := window_note(found, step_s=step_s, save_s=save_s):
+        recipe, consequence = bound_loss(recipe, step_s=step_s, save_s=save_s)
+        notes.append(f"{note}: {consequence}")
+    if note := shared_folder_note(spec):
+        notes.append(note)
+    return spec.model_copy(update={"chain": chain}), recipe, notes
 
 
 def _recipe(request: Request) -> Recipe:

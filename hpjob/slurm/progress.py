@@ -4,16 +4,22 @@ from __future__ import annotations
 
 from hpjob.core.run_dir import AttemptDir, RunDir
 from hpjob.core.run_records import first_failure, newest_checkpoint_step, read_failures, read_json
+from hpjob.slurm.live import read_submissions
 
 ATTEMPTS_WITHOUT_PROGRESS = 3
 
 
 def stuck(run: RunDir, job_id: str) -> bool:
-    """Return whether the last three attempts of one job all began at the step where the run still is."""
+    """Return whether the last three attempts of a job and those it succeeds all began at the step where the run is."""
+    before = {submission.job_id: submission.after for submission in read_submissions(run)}
+    family = {job_id}
+    while (earlier := before.get(job_id)) is not None and earlier not in family:
+        family.add(earlier)
+        job_id = earlier
     begins: list[int] = []
     for attempt in reversed(run.attempt_list()):
         document = read_json(attempt.attempt_json)
-        if document is None or document.get("job_id") != job_id:
+        if document is None or document.get("job_id") not in family:
             break
         begins.append(int(document.get("checkpoint_step", -1)))
     newest = begins[:ATTEMPTS_WITHOUT_PROGRESS]

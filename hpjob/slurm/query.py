@@ -6,8 +6,7 @@ import time
 from dataclasses import dataclass
 from typing import Literal
 
-from hpjob.slurm.commands import CommandResult, key_values, run_command
-from hpjob.slurm.site import slurm_time_s
+from hpjob.slurm.commands import CommandResult, run_command
 
 JobPhase = Literal["waiting", "running", "ending", "finished", "stopped", "lost", "unknown"]
 
@@ -109,34 +108,6 @@ def job_state(job_id: str) -> JobState:
     return _from_sacct(job_id) or JobState(
         job_id=job_id, phase="lost", state="?", reason="", words="Slurm no longer knows the job"
     )
-
-
-def is_being_ended(job_id: str) -> bool:
-    """Return whether Slurm itself is about to take a running job's nodes: preemption, time limit, requeue, cancel."""
-    result = run_command(["scontrol", "show", "job", "-o", job_id])
-    fields = key_values(result.stdout)
-    return fields.get("JobState") != "RUNNING" or fields.get("PreemptTime", "None") not in {"None", "N/A"}
-
-
-def was_cancelled(job_id: str, restart_count: int) -> bool:
-    """Return whether Slurm is ending this start of a job because someone cancelled it.
-
-    While a job's processes end, Slurm shows only COMPLETING, not what it will be afterwards. A cancelled one is
-    neither preempted, nor at its time limit, nor queued again (which counts its restarts up at once).
-
-    Args:
-        job_id: The job.
-        restart_count: Of the start in question.
-    """
-    result = run_command(["scontrol", "show", "job", "-o", job_id])
-    fields = key_values(result.stdout)
-    state = fields.get("JobState", "")
-    if state != "COMPLETING":
-        return state == "CANCELLED"
-    limit_s, run_s = slurm_time_s(fields.get("TimeLimit", "")), slurm_time_s(fields.get("RunTime", ""))
-    preempted = fields.get("PreemptTime", "None") not in {"None", "N/A"}
-    timed_out = limit_s is not None and run_s is not None and run_s >= limit_s
-    return not preempted and not timed_out and fields.get("Restarts", "0") == str(restart_count)
 
 
 def wait_until_gone(job_id: str, timeout_s: float) -> bool:

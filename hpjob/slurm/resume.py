@@ -21,7 +21,7 @@ from hpjob.slurm.leave_out import leave_out_bad_nodes
 from hpjob.slurm.live import ExecutorName, live_submissions, read_submissions
 from hpjob.slurm.model import JobSpec
 from hpjob.slurm.options import sbatch_takes
-from hpjob.slurm.prepare import Prepared, check_job, choose_executor, job_spec
+from hpjob.slurm.prepare import Prepared, choose_executor, job_spec, settle
 from hpjob.slurm.render import render_script
 from hpjob.slurm.submit_environment import override_warnings
 from hpjob.topology.load import load_topology, local_topology
@@ -67,7 +67,8 @@ def prepare_resume(run: RunDir, *, nodes: int | None, executor: str) -> Resumpti
         spec = spec.model_copy(update={"segment": None})  # the run moved to a cluster with an older Slurm
     spec, left_out = leave_out_bad_nodes(spec, site)
     notes += left_out
-    notes += check_job(spec, plan, site)
+    spec, recipe, more = settle(spec, recipe, plan, site, step_s=measured_step_s(run), save_s=measured_save_s(run))
+    notes += more
     notes += override_warnings(os.environ) if chosen == "slurm" else []
     prepared = Prepared(
         run=run,

@@ -13,6 +13,23 @@ from hpjob.slurm.commands import NOT_FOUND, key_values, run_command
 _UNLIMITED = frozenset({"UNLIMITED", "INFINITE", "NONE", "N/A", ""})
 _TIME = re.compile(r"(?:(\d+)-)?(\d+)(?::(\d+))?(?::(\d+))?")
 _GPU_GRES = re.compile(r"(?:^|,)gpu(?::[^:,(]+)?:(\d+)")
+_UNCONFIGURED = re.compile(r"configuration source|s_p_parse_file|fetch_config|no such file", re.IGNORECASE)
+
+
+class NoSlurmError(EnvironmentProblemError):
+    """This machine belongs to no Slurm cluster, unlike one whose controller is just silent."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Qos:
+    """One quality of service; None = no limit or not said."""
+
+    name: str
+    preempt_mode: str
+    """Empty or ``cluster`` = the cluster's."""
+    grace_time_s: int
+    max_submitted: int | None
+    """Most jobs of one person that may wait or run at once."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -79,14 +96,20 @@ def read_site() -> Site:
     """Ask the controller for its settings and partitions.
 
     Raises:
-        EnvironmentProblemError: Slurm's commands are missing, or no controller answers in time.
+        NoSlurmError: There is no Slurm here.
+        EnvironmentProblemError: No controller answers in time.
     """
     result = run_command(["scontrol", "show", "config"])
     if result.returncode == NOT_FOUND:
-        raise EnvironmentProblemError(
+        raise NoSlurmError(
             "Slurm's commands are not on PATH", hint="load your site's Slurm module, or run here with --executor local"
         )
     config = _read_config(result.stdout)
+    if not result.ok and "SLURM_CONF" not in os.environ and _UNCONFIGURED.search(result.stdout + result.stderr):
+        raise NoSlurmError(
+            "Slurm's commands are here, but no cluster is configured for them",
+            hint="SLURM_CONF names a cluster's configuration; --executor local runs without Slurm",
+        )
     if not result.ok or "SLURM_VERSION" not in config:
         raise EnvironmentProblemError(
             f"no Slurm controller answers: {result.complaint}",
@@ -101,6 +124,35 @@ def read_accounts() -> tuple[str, ...] | None:
     result = run_command(["sacctmgr", "-n", "-P", "show", "assoc", f"user={user}", "format=Account"])
     names = tuple(dict.fromkeys(line.strip() for line in result.stdout.splitlines() if line.strip()))
     return names if result.ok and names else None
+
+
+def read_qos(name: str | None) -> Qos | None:
+    """Return a quality of service, for None the person's default; None when the site does not say."""
+    if name is None:
+        user = os.environ.get("USER") or getpass.getuser()
+        result = run_command(["sacctmgr", "-n", "-P", "show", "assoc", f"user={user}", "format=DefaultQOS"])
+        names = [line.strip() for line in result.stdout.splitlines() if line.strip()] if result.ok else []
+        name = names[0] if names else "normal"
+    fields = "Name,PreemptMode,GraceTime,MaxSubmitJobsPerUser"
+    result = run_command(["sacctmgr", "-n", "-P", "show", "qos", f"name={name}", f"format={fields}"])
+    rows = [line.split("|") for line in result.stdout.splitlines()] if result.ok else []
+    row = next((row for row in rows if len(row) == 4 and row[0] == name), None)
+    if row is None:
+        return None
+    return Qos(
+        name=name,
+        preempt_mode=row[1].upper(),
+        grace_time_s=slurm_time_s(row[2]) or 0,
+        max_submitted=int(row[3]) if row[3].isdigit() else None,
+    )
+
+
+def read_max_submitted() -> int | None:
+    """Return how many jobs this person may have waiting and running at once; None = no limit, or not said."""
+    user = os.environ.get("USER") or getpass.getuser()
+    result = run_command(["sacctmgr", "-n", "-P", "show", "assoc", f"user={user}", "format=MaxSubmitJobs"])
+    numbers = [int(line) for line in result.stdout.split() if line.isdigit()] if result.ok else []
+    return min(numbers, default=None)
 
 
 def slurm_time_s(text: str) -> int | None:

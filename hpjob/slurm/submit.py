@@ -14,13 +14,17 @@ from pathlib import Path
 import psutil
 
 import hpjob
-from hpjob.core.errors import EnvironmentProblemError, UserInputError
+from hpjob.core.errors import EnvironmentProblemError, SlurmRefusedError, UserInputError
 from hpjob.core.run_dir import RunDir
 from hpjob.core.run_records import write_json, write_text_atomically
 from hpjob.recipe.load import dump_recipe
+from hpjob.slurm.cancel import end_local
+from hpjob.slurm.chain import note_or_cancel, queue_successor
+from hpjob.slurm.controller_view import ask_controller
 from hpjob.slurm.live import ExecutorName, Submission, record_submission
 from hpjob.slurm.model import JobSpec
 from hpjob.slurm.prepare import Prepared
+from hpjob.slurm.render import render_script
 from hpjob.topology.load import dump_topology
 
 _PACKAGES = ("torch", "transformers", "submitit", "numpy", "pydantic")
@@ -96,7 +100,7 @@ def submit(run: RunDir, executor: ExecutorName, spec: JobSpec, script: str) -> s
         from hpjob.slurm.executor import ScriptExecutor  # noqa: PLC0415
 
         job_id = ScriptExecutor(run.submitit, script).submit_script()
-        record_submission(run, Submission(job_id=job_id, executor="slurm", submitted_at=time.time()))
+        note_or_cancel(run, Submission(job_id=job_id, executor="slurm", submitted_at=time.time()))
         return job_id
     from hpjob.slurm.local_executor import DetachedLocalExecutor  # noqa: PLC0415
 
@@ -104,17 +108,45 @@ def submit(run: RunDir, executor: ExecutorName, spec: JobSpec, script: str) -> s
         run.submitit, time_limit_s=spec.time_limit_s, signal_lead_s=spec.signal_lead_s, setup=spec.setup
     )
     job_id = local.submit_run(run.path)
-    record_submission(
-        run,
-        Submission(
-            job_id=job_id,
-            executor="local",
-            submitted_at=time.time(),
-            host=socket.gethostname(),
-            process_created_at=psutil.Process(int(job_id)).create_time(),
-        ),
+    submission = Submission(
+        job_id=job_id,
+        executor="local",
+        submitted_at=time.time(),
+        host=socket.gethostname(),
+        process_created_at=psutil.Process(int(job_id)).create_time(),
     )
+    try:
+        record_submission(run, submission)
+    except OSError:
+        end_local(run, submission)
+        raise
     return job_id
+
+
+def confirm_continuation(prepared: Prepared, job_id: str) -> list[str]:
+    """Queue the first successor of a chained run, or say when Slurm has taken away the right to be queued again.
+
+    Returns:
+        What a person has to know; one sentence each.
+    """
+    run, spec = prepared.run, prepared.spec
+    if prepared.executor != "slurm":
+        return []
+    view = ask_controller(job_id, patience_s=0.0)
+    if view is not None and spec.requeue and not view.may_be_requeued and not spec.chain:
+        spec = spec.model_copy(update={"chain": True})
+        write_text_atomically(run.spec, spec.model_dump_json(indent=2) + "\n")
+        write_text_atomically(run.script, render_script(spec))
+    if not spec.chain:
+        return []
+    try:
+        successor = queue_successor(run, job_id)
+    except (SlurmRefusedError, OSError) as error:
+        return [
+            f"no successor can wait in the queue: {error}; after a preemption or a time limit go on with "
+            f"`hpjob resume {run.path}`"
+        ]
+    return [f"job {successor} waits to go on when job {job_id} ends; it ends at once when the run is finished"]
 
 
 def _make_folder(run: RunDir) -> None:

@@ -32,8 +32,10 @@ def test_the_run_folder_explains_itself(cli: Cli, fake_slurm: FakeSlurm) -> None
     recipe = (run / "recipe.yaml").read_text(encoding="utf-8")
     assert f"path: {Path('corpus').resolve()}" in recipe and "partition: spot" in recipe
     assert "hpjob submit --nodes 2" in (run / "command.txt").read_text(encoding="utf-8")
-    job = json.loads((run / "jobs.jsonl").read_text(encoding="utf-8"))
+    job, successor = map(json.loads, (run / "jobs.jsonl").read_text(encoding="utf-8").splitlines())
     assert (job["job_id"], job["executor"]) == ("4711", "slurm")
+    # The partition cancels what it preempts.
+    assert successor["after"] == "4711" and "--dependency=afterany:4711" in fake_slurm.calls("sbatch")[-1]
     assert json.loads((run / "versions.json").read_text(encoding="utf-8"))["hpjob"]
 
 
@@ -64,6 +66,28 @@ def test_without_slurm_the_local_executor_is_named(cli: Cli, tmp_path: Path, mon
     result = cli(*TINY, "--dry-run")
     assert result.code == 0
     assert "running on this machine with the local executor" in result.err
+
+
+def test_a_silent_controller_is_no_reason_to_run_here(cli: Cli, fake_slurm: FakeSlurm) -> None:
+    fake_slurm.answer("scontrol show config", stderr="Unable to contact slurm controller (connect failure)", code=1)
+    result = cli(*TINY)
+    assert result.code == 3 and "--executor local" in result.err
+    assert not Path("runs").exists()
+
+
+def test_a_job_that_cannot_be_noted_is_cancelled(
+    cli: Cli, fake_slurm: FakeSlurm, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The disk fills between sbatch's answer and the note: nobody would know of the job."""
+
+    def full(*_: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr("hpjob.slurm.chain.record_submission", full)
+    result = cli(*TINY)
+    assert result.code == 3 and "No space left" in result.err
+    assert fake_slurm.calls("scancel") == ["4711"]
+    assert not list(Path("runs").iterdir())
 
 
 def test_slurm_asked_for_but_missing(cli: Cli, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -14,6 +14,7 @@ import pytest
 from hpjob.core.errors import EnvironmentProblemError
 from hpjob.core.run_dir import AttemptDir, RunDir
 from hpjob.core.run_records import first_failure, read_failures, read_json, write_json
+from hpjob.slurm import rescue
 from hpjob.slurm.attempt import main
 from hpjob.slurm.lead import measured_step_s, signal_lead_s
 from hpjob.slurm.master_address import master_address
@@ -124,6 +125,18 @@ def test_begin_obeys_a_stop_file_once_and_forgets_an_older_cancel(
     assert run.cancelled.exists()
 
 
+def test_a_job_that_is_preempted_before_its_ranks_start_tells_them(
+    run: RunDir, fake_slurm: FakeSlurm, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Slurm's signal went to the steps that there were: none."""
+    job(fake_slurm, "RUNNING", PreemptTime="2026-03-01T10:00:00")
+    begin(run, capsys)
+    assert run.stop.exists()
+    job(fake_slurm, "RUNNING")
+    begin(run, capsys)
+    assert not run.stop.exists()
+
+
 def test_saved_and_preempted_goes_on(run: RunDir, fake_slurm: FakeSlurm, capsys: pytest.CaptureFixture[str]) -> None:
     attempt = begin(run, capsys)
     preempted(attempt)
@@ -180,11 +193,11 @@ def test_a_save_that_only_a_failed_rank_caused_is_no_preemption(
     """srun ends the others of a failed rank with TERM, which they take for a preemption."""
     attempt = begin(run, capsys)
     attempt.srun_log.write_text(
-        "srun: error: n2: task 6: Killed\nsrun: launch/slurm: _step_signal: Terminating StepId=7.0\n"
+        "srun: error: n2: task 6: Exited with exit code 1\nsrun: launch/slurm: _step_signal: Terminating StepId=7.0\n"
     )
     preempted(attempt, reason=reason)
     job(fake_slurm, "RUNNING", PreemptTime=preempt_time)
-    assert end(run, attempt, 137, capsys) == decision
+    assert end(run, attempt, 1, capsys) == decision
 
 
 def test_killed_ranks_get_a_record_and_those_killed_after_them_do_not(
@@ -201,6 +214,104 @@ def test_killed_ranks_get_a_record_and_those_killed_after_them_do_not(
     assert (failure.rank, failure.node, failure.kind) == (3, "n1", "killed")
     assert "Out Of Memory" in failure.message
     assert failure.time == attempt.rank_log(3).stat().st_mtime
+
+
+AROUND = {
+    "a rank killed": ("srun: error: n2: task 6: Killed\nsrun: Terminating StepId=7.0\n", 137, "killed from outside"),
+    "a node lost": ("srun: error: Node failure on n2\n", 1, "node n2 failed"),
+    "srun killed": ("", 137, "srun was ended from outside (signal 9)"),
+    "srun told to end": (
+        "srun: forcing job termination\nsrun: Job step aborted: Waiting up to 32 seconds for job step to finish.\n"
+        "srun: error: n1: task 0: Killed\n",
+        137,
+        "srun was told to end the ranks",
+    ),
+    "no launch": (
+        "srun: error: Task launch for StepId=7.0 failed on node n2: Communication connection failure\n",
+        1,
+        "srun could not start the ranks",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", AROUND)
+def test_what_broke_around_the_ranks_lets_the_run_go_on(
+    run: RunDir, fake_slurm: FakeSlurm, capsys: pytest.CaptureFixture[str], name: str
+) -> None:
+    log, code, words = AROUND[name]
+    job(fake_slurm, "RUNNING")
+    for expected in ("requeue", "requeue", "stop"):
+        attempt = begin(run, capsys)
+        attempt.srun_log.write_text(log)
+        assert end(run, attempt, code, capsys) == expected
+        document = read_json(attempt.end)
+        assert document is not None and words in document["reason"]
+
+
+@pytest.mark.parametrize("what", ["Out Of Memory", "Segmentation fault", "Exited with exit code 7"])
+def test_what_would_happen_again_stops(
+    run: RunDir, fake_slurm: FakeSlurm, capsys: pytest.CaptureFixture[str], what: str
+) -> None:
+    job(fake_slurm, "RUNNING")
+    attempt = begin(run, capsys)
+    attempt.srun_log.write_text(f"srun: error: n2: task 6: {what}\nsrun: Terminating StepId=7.0\n")
+    assert end(run, attempt, 7, capsys) == "stop"
+
+
+def test_ranks_that_only_lost_a_peer_go_on(
+    run: RunDir, fake_slurm: FakeSlurm, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A node that lost power says nothing, and Slurm notices minutes later."""
+    job(fake_slurm, "RUNNING")
+    attempt = begin(run, capsys)
+    for rank in range(4):
+        write_json(attempt.failure(rank), {"rank": rank, "node": "n1", "time": 1.0, "kind": "peer-lost"})
+    attempt.srun_log.write_text("srun: error: n1: tasks 0-3: Exited with exit code 1\n")
+    assert end(run, attempt, 1, capsys) == "requeue"
+
+
+def test_a_peer_that_slurm_killed_is_no_failure(
+    run: RunDir, fake_slurm: FakeSlurm, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Without grace time one rank may be killed while the other still notices that."""
+    job(fake_slurm, "COMPLETING", PreemptTime="2026-03-01T10:00:00")
+    attempt = begin(run, capsys)
+    write_json(attempt.failure(0), {"rank": 0, "node": "n1", "time": 1.0, "kind": "peer-lost"})
+    attempt.srun_log.write_text(
+        "srun: error: n1: task 0: Exited with exit code 1\n"
+        "srun: Terminating StepId=7.0\nsrun: error: n2: task 4: Killed\n"
+    )
+    assert end(run, attempt, 1, capsys) == "requeue"
+
+
+def test_ranks_that_slurm_killed_before_they_saved_have_not_failed(
+    run: RunDir, fake_slurm: FakeSlurm, capsys: pytest.CaptureFixture[str]
+) -> None:
+    job(fake_slurm, "COMPLETING", Restarts=1)
+    attempt = begin(run, capsys)
+    attempt.srun_log.write_text("srun: Job step aborted: Waiting up to 7 seconds\nsrun: error: n1: task 0: Killed\n")
+    assert end(run, attempt, 137, capsys) == "queued"
+
+
+def test_a_job_that_is_queued_again_already_is_not_queued_twice(
+    run: RunDir, fake_slurm: FakeSlurm, capsys: pytest.CaptureFixture[str]
+) -> None:
+    job(fake_slurm, "RUNNING", Restarts=1)
+    attempt = begin(run, capsys)
+    preempted(attempt)
+    assert end(run, attempt, 0, capsys) == "queued"
+
+
+def test_ranks_that_outlive_srun_are_told_to_save(
+    run: RunDir, fake_slurm: FakeSlurm, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    job(fake_slurm, "RUNNING")
+    attempt = begin(run, capsys)
+    answers = iter([True, True, False])
+    monkeypatch.setattr(rescue, "_ranks_run", lambda job_id: next(answers))
+    monkeypatch.setattr(rescue, "_POLL_S", 0.0)
+    assert end(run, attempt, 137, capsys) == "requeue"
+    assert fake_slurm.calls("scancel") == ["--signal=USR2 7"]
 
 
 def test_a_rank_that_exits_before_it_can_report_is_read_from_its_log(

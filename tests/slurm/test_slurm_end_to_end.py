@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import os
+import signal
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -13,7 +15,7 @@ from hpjob.core.run_dir import AttemptDir, RunDir
 from hpjob.core.run_records import first_failure, newest_checkpoint_step, read_failures, read_json
 from hpjob.slurm.bad_nodes import NodeMemory
 from hpjob.slurm.cancel import cancel
-from hpjob.slurm.live import live_submissions, read_submissions
+from hpjob.slurm.live import current_submission, live_submissions, read_submissions
 from hpjob.slurm.query import job_state
 from hpjob.slurm.site import read_site
 from hpjob.slurm.submit import submit
@@ -52,7 +54,10 @@ def start(slurm: SlurmSandbox, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
 
 
 def job_id(run: RunDir) -> str:
-    return read_submissions(run)[-1].job_id
+    """The run's job, not one that only waits for its end."""
+    current = current_submission(run)
+    assert current is not None
+    return current[0].job_id
 
 
 def wait_until_ended(run: RunDir) -> None:
@@ -164,22 +169,64 @@ def test_scancel_by_hand_is_obeyed(start: Start, slurm: SlurmSandbox) -> None:
 
 
 @pytest.mark.slurm_releases
-@pytest.mark.parametrize(
-    ("how", "kind", "words"),
-    [("raise_rank", "exception", "the loss is not finite"), ("kill_rank", "killed", "Killed")],
-)
-def test_one_failing_rank_ends_the_job_and_is_named(start: Start, how: str, kind: str, words: str) -> None:
-    run = start(steps=LONG, **{how: 6})
+def test_a_failing_rank_ends_the_job_and_is_named(start: Start) -> None:
+    run = start(steps=LONG, raise_rank=6)
     wait_until_ended(run)
     status = run_status(run)
     (attempt,) = run.attempt_list()
     failure = first_failure(read_failures(attempt))
     assert failure is not None
     host = attempt.hosts.read_text().split()[6]
-    assert (failure.rank, failure.node, failure.kind) == (6, host, kind)
-    assert words in failure.message
+    assert (failure.rank, failure.node, failure.kind) == (6, host, "exception")
+    assert "the loss is not finite" in failure.message
     assert status.state == "stopped" and f"rank 6 on {host} failed first" in status.why
     assert decision(attempt) == "stop"
+    assert not processes_of(run.path)
+
+
+def test_a_killed_rank_is_named_and_the_run_goes_on(start: Start) -> None:
+    run = start(steps=20, kill_rank=6, only_attempt=0)
+    wait_until_ended(run)
+    first, second = run.attempt_list()
+    failure = first_failure(read_failures(first))
+    assert failure is not None and (failure.rank, failure.kind) == (6, "killed") and "Killed" in failure.message
+    assert (decision(first), decision(second)) == ("requeue", "done")
+
+
+def test_a_job_whose_shell_is_killed_goes_on(start: Start, slurm: SlurmSandbox) -> None:
+    run = start(steps=100, step_s=0.1)
+    wait_until_training(run)
+    guard = run.attempt(0).path / "guard.log"
+    wait_for(guard.exists, "the guard is there", timeout=180)
+    (shell,) = [
+        pid for pid, words in processes_of(slurm.path).items() if f"job{int(job_id(run)):05d}/slurm_script" in words
+    ]
+    os.kill(shell, signal.SIGKILL)
+    wait_for(lambda: len(run.attempt_list()) == 2, "the second attempt has begun", timeout=180)
+    wait_until_ended(run)
+    assert run.finished.exists()
+    end = read_json(run.attempt(0).end)
+    assert end is not None and "shell was killed" in end["reason"]
+
+
+def test_where_slurm_cancels_the_successor_goes_on(start: Start, slurm: SlurmSandbox) -> None:
+    slurm.run(
+        *("scontrol", "create", "PartitionName=spot", "Nodes=ALL", "PriorityTier=1", "PreemptMode=CANCEL"),
+        *("GraceTime=0", "DefaultTime=60", "MaxTime=120"),
+    )
+    try:
+        run = start(steps=100, step_s=0.1, spec_changes={"chain": True, "partition": "spot"})
+        wait_until_training(run)
+        first = job_id(run)
+        wait_for(lambda: read_submissions(run)[-1].after, "a successor waits", timeout=180)
+        preempt(slurm)
+        wait_for(lambda: len(run.attempt_list()) == 2, "the successor has begun", timeout=180)
+        wait_for(lambda: not live_submissions(run), "no job of the run is left", timeout=180)
+    finally:
+        slurm.run("scontrol", "delete", "PartitionName=spot", check=False)
+    assert run.finished.exists()
+    assert job_state(first).state == "PREEMPTED"
+    assert [json.loads(line)["step"] for line in run.metrics.read_text().splitlines()] == list(range(1, 101))
     assert not processes_of(run.path)
 
 

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from hpjob.slurm.query import job_state, reason_words, was_cancelled
+from hpjob.slurm.controller_view import ask_controller
+from hpjob.slurm.query import job_state, reason_words
 from tests.support.fake_slurm import FakeSlurm
 
 
@@ -86,10 +87,12 @@ _ENDING = "JobId=7 JobState=COMPLETING Restarts={restarts} RunTime={ran} TimeLim
         (_ENDING.format(restarts=2, ran="00:10:00", limit="01:00:00", preempted="None"), False),
         (_ENDING.format(restarts=1, ran="01:00:12", limit="01:00:00", preempted="None"), False),
         (_ENDING.format(restarts=1, ran="00:10:00", limit="01:00:00", preempted="2026-03-01T10:00:00"), False),
+        ("JobId=7 JobState=COMPLETING Restarts=1 ExitCode=0:9\n", False),
         ("JobId=7 JobState=RUNNING Restarts=1\n", False),
         ("JobId=7 JobState=CANCELLED Restarts=1\n", True),
     ],
 )
 def test_a_cancelled_job_is_told_from_others_that_end(fake_slurm: FakeSlurm, shown: str, cancelled: bool) -> None:
     fake_slurm.answer("scontrol show job", shown)
-    assert was_cancelled("7", restart_count=1) is cancelled
+    view = ask_controller("7")
+    assert view is not None and view.looks_cancelled(restart_count=1) is cancelled

@@ -24,7 +24,7 @@ SPECS = {
     "everything": JobSpec(
         job_name="llama-70b", run_dir="/shared/runs/llama-70b", python="/opt/venv/bin/python", nodes=4,
         ranks_per_node=8, gpus_per_node=8, segment=2, cpus_per_rank=12, time_limit_s=36 * 3600, partition="batch",
-        account="lab", qos="high", signal_lead_s=300, setup=("module load cuda/12.8", "export SITE=one"),
+        account="lab", qos="high", signal_lead_s=300, chain=True, setup=("module load cuda/12.8", "export SITE=one"),
         env={"NCCL_DEBUG": "WARN", "HF_HOME": "/shared/hf"}, extra_options=("--constraint=a100&ib", "--exclusive"),
     ),
     "awkward": JobSpec(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shlex
 import signal
 import subprocess
 from collections.abc import Iterator
@@ -21,6 +22,7 @@ _PYTHON = """#!/bin/bash
 echo "$*" >>{folder}/python.calls
 if [[ $3 == begin ]]; then
   [[ -e {folder}/begin-fails ]] && exit 4
+  [[ -e {folder}/nothing-to-do ]] && exit 0
   mkdir -p {folder}/attempts/0000 && printf 'n2\\nn2\\nn1\\nn1\\n' >{folder}/attempts/0000/hosts
   echo {folder}/attempts/0000
 else
@@ -29,6 +31,7 @@ fi
 """
 _SRUN = """#!/bin/bash
 folder={folder}
+[[ $1 == --job-name=guard ]] && exec sleep 60
 printf '%s\\n' "$@" >{folder}/srun.arguments
 env >{folder}/srun.env
 echo "srun: error: n1: task 3: Killed" >&2
@@ -70,7 +73,7 @@ class Job:
         for name, text in (("srun.code", srun), ("decision", decision), ("scontrol.code", scontrol)):
             (self.folder / name).write_text(f"{text}\n")
         command = ["bash", self.folder / "job.sbatch"]
-        return subprocess.run(command, env=self.environment, capture_output=True, text=True, timeout=60, check=False)
+        return subprocess.run(command, env=self.environment, capture_output=True, text=True, timeout=240, check=False)
 
     def read(self, name: str) -> str:
         path = self.folder / name
@@ -154,6 +157,26 @@ def test_a_refused_requeue_fails_the_job_and_says_how_to_go_on(job: Job) -> None
     assert "hpjob resume" in done.stderr
 
 
+def test_a_controller_that_is_away_is_asked_again(job: Job) -> None:
+    """It is just being restarted; the first refusal in words is final."""
+    answers = '[[ $(wc -l <"$f/scontrol.calls") -gt 2 ]] && words="Requested operation is disabled"'
+    text = f'#!/bin/bash\nf={shlex.quote(str(job.folder))}\necho "$*" >>"$f/scontrol.calls"\n'
+    text += f'words="Unable to contact slurm controller"\n{answers}\necho "$words" >&2\nexit 1\n'
+    programs = Path(job.environment["PATH"].partition(os.pathsep)[0])
+    (programs / "scontrol").write_text(text)
+    (programs / "sleep").write_text("#!/bin/bash\n")
+    (programs / "sleep").chmod(0o755)
+    done = job.run(decision="requeue")
+    assert job.read("scontrol.calls") == "requeue 7\n" * 3
+    assert done.returncode == 1 and "operation is disabled" in done.stderr
+
+
+def test_a_successor_with_nothing_to_do_starts_no_ranks(job: Job) -> None:
+    (job.folder / "nothing-to-do").touch()
+    assert job.run().returncode == 0
+    assert not job.read("srun.arguments")
+
+
 def test_after_a_requeue_the_script_waits_to_be_ended(job: Job) -> None:
     """Leaving by itself would be recorded as an ordinary end; TERM must end it at once, not after KillWait."""
     for name, text in (("srun.code", 0), ("decision", "requeue"), ("scontrol.code", 0)):
@@ -162,7 +185,7 @@ def test_after_a_requeue_the_script_waits_to_be_ended(job: Job) -> None:
         wait_for(lambda: job.read("scontrol.calls"), "requeue asked")
         assert process.poll() is None
         process.send_signal(signal.SIGTERM)
-        assert process.wait(timeout=60) == -signal.SIGTERM
+        assert process.wait(timeout=240) == -signal.SIGTERM
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2])
@@ -173,7 +196,7 @@ def test_a_signal_to_the_shell_reaches_the_ranks_as_usr2(job: Job, number: signa
     with job.started() as process:
         wait_for((job.folder / "srun.started").exists, "srun started")
         process.send_signal(number)
-        assert process.wait(timeout=60) == 1
+        assert process.wait(timeout=240) == 1
     assert job.read("srun.signals") == "USR2\n"
     assert "--exit-code 0" in job.read("python.calls")
 

@@ -11,7 +11,7 @@ from hpjob.slurm import site as site_module
 from hpjob.slurm.checks import check_against_site
 from hpjob.slurm.commands import CommandResult, run_command
 from hpjob.slurm.model import JobSpec
-from hpjob.slurm.site import read_site, slurm_time_s
+from hpjob.slurm.site import NoSlurmError, read_site, slurm_time_s
 from tests.support.fake_slurm import CONFIG, FakeSlurm
 
 SPEC = JobSpec(
@@ -70,6 +70,19 @@ def test_a_silent_controller_is_an_environment_problem(fake_slurm: FakeSlurm) ->
         read_site()
 
 
+def test_a_machine_without_a_configured_cluster_has_no_slurm(
+    fake_slurm: FakeSlurm, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    words = "scontrol: fatal: Could not establish a configuration source"
+    fake_slurm.answer("scontrol show config", stderr=words, code=1)
+    with pytest.raises(NoSlurmError, match="no cluster is configured"):
+        read_site()
+    monkeypatch.setenv("SLURM_CONF", "/nonexistent/slurm.conf")
+    with pytest.raises(EnvironmentProblemError) as caught:
+        read_site()
+    assert not isinstance(caught.value, NoSlurmError)
+
+
 def test_a_command_that_hangs_is_ended(fake_slurm: FakeSlurm) -> None:
     fake_slurm.answer("scontrol show config", hang=True)
     begun = time.monotonic()
@@ -120,16 +133,6 @@ def test_time_limit_shorter_than_the_save_window(fake_slurm: FakeSlurm) -> None:
 def test_default_limit_of_the_partition_counts_too(fake_slurm: FakeSlurm) -> None:
     with pytest.raises(UserInputError, match="the partition's default time limit of 120 s"):
         check(partition="spot", time_limit_s=None)
-
-
-def test_a_partition_that_cancels_is_said(fake_slurm: FakeSlurm) -> None:
-    (warning,) = check(partition="spot")
-    assert "cancels preempted jobs" in warning and "hpjob resume" in warning
-
-
-def test_too_short_a_grace_time_is_said(fake_slurm: FakeSlurm) -> None:
-    (warning,) = check(save_s=90)
-    assert "60 s to save here" in warning
 
 
 def test_account_that_the_partition_does_not_take(fake_slurm: FakeSlurm) -> None:

@@ -57,6 +57,8 @@ def main() -> None:
 
 
 def fail(attempt: Path, rank: int, node: str, step: int, behaviour: dict[str, int]) -> None:
+    if behaviour.get("only_attempt", int(attempt.name)) != int(attempt.name):
+        return
     if behaviour.get("kill_rank") == rank and step == 2:
         os.kill(os.getpid(), signal.SIGKILL)
     if behaviour.get("exit_rank") == rank and step == 2:

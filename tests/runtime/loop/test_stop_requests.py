@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from hpjob.runtime.signals import STOP_FILE_CODE, STOP_SIGNALS, StopRequest, describe
+from hpjob.runtime.signals import STOP_FILE_CODE, STOP_SIGNALS, StopRequest, SupersededError, describe
 
 
 @pytest.fixture
@@ -49,3 +49,13 @@ def test_stop_file_counts_as_a_request(tmp_path: Path) -> None:
     (tmp_path / "STOP").touch()
     assert stop.code() == STOP_FILE_CODE
     assert describe(stop.code()) == "stop file"
+
+
+def test_an_attempt_that_was_cut_off_stops_when_a_later_one_has_begun(tmp_path: Path) -> None:
+    """It must not even save: the later one writes the same files."""
+    stop = StopRequest(tmp_path / "STOP")
+    stop.next_attempt = tmp_path / "0001"
+    (tmp_path / "STOP").touch()
+    stop.next_attempt.mkdir()
+    with pytest.raises(SupersededError, match="attempt 0001 trains this run now"):
+        stop.code()
