@@ -42,7 +42,8 @@ class Fp8Product:
     def __call__(self, inputs: Tensor, weight: Tensor) -> Tensor:
         """Multiply (..., in_features) with (out_features, in_features)."""
         result: Tensor = self._function.apply(inputs, weight.t(), self._products, self._config)
-        return result
+        # torchao returns a view, which a tensor-parallel sum could not change in place.
+        return result if torch.compiler.is_compiling() else result.clone()
 
 
 def _check(device: torch.device) -> None:
