@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import subprocess
@@ -65,6 +66,9 @@ class Site:
         if self.release is not None:
             arguments += ["--release", self.release]
         self.control("up", *arguments)
+        programs = json.loads((self.state / "sandbox.json").read_text(encoding="utf-8"))["programs"]
+        if programs and not os.environ["PATH"].startswith(programs):
+            os.environ["PATH"] = f"{programs}{os.pathsep}{os.environ['PATH']}"
 
     def down(self) -> None:
         self.control("down")

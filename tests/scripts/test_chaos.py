@@ -20,8 +20,9 @@ def test_a_few_runs_survive(slurm_sandbox: SlurmSandbox, tmp_path: Path) -> None
     report = tmp_path / "report.json"
     command = [sys.executable, REPOSITORY / "scripts" / "chaos.py", "--runs", "4", "--seed", "7", "--lanes", "4"]
     faults = ("no grace time", "one rank killed", "srun killed", "administrator")
+    release = ["--release", slurm_sandbox.release] if slurm_sandbox.release else []
     only = [word for fault in faults for word in ("--only", fault)]
-    done = subprocess.run([*command, *only, "--report", report], capture_output=True, text=True, check=False)
+    done = subprocess.run([*command, *release, *only, "--report", report], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
     assert done.stdout.splitlines()[-1] == "4 of 4 survived"
     assert len(json.loads(report.read_text())["kinds"]) == 4
