@@ -108,3 +108,9 @@ def test_any_bytes_end_in_a_reading_or_a_clear_error(data: bytes) -> None:
 @pytest.mark.parametrize("text", ["", "\n", "GPU0", "<pci", "SwitchName=", '{"a": [', "\ufffd" * 50])
 def test_a_named_kind_reads_anything(kind: str, text: str) -> None:
     assert read_text(text, kind=kind).kind == kind
+
+
+def test_binary_noise_around_a_listing_is_passed_over() -> None:
+    noise = random.Random(1).randbytes(1_200_000)
+    reading = read_bytes(noise + b"\n" + fixtures.hgx().encode() + b"\n" + noise)
+    assert (reading.kind, reading.facts["gpus"], reading.facts["all_to_all"]) == ("nvsmi_topo", 8, True)

@@ -105,7 +105,9 @@ def _tables(source: Source) -> dict[str, _Table]:
             continue
         words = line.split()
         labelled = bool(words) and _LABEL.fullmatch(words[0]) is not None
-        if labelled and (len(words) > 1 or table is None) and all(_LABEL.fullmatch(word) for word in words):
+        if not labelled and number not in titled:
+            continue
+        if labelled and (len(words) > 1 or table is None) and _are_labels(words):
             table = _Table(kind or "untitled", words)
             continue
         if table is not None and labelled and len(words) > 1:
@@ -120,6 +122,10 @@ def _tables(source: Source) -> dict[str, _Table]:
         elif _TABLE_END.search(line):
             kind, table = None, None
     return found
+
+
+def _are_labels(words: list[str]) -> bool:
+    return _LABEL.fullmatch(words[-1]) is not None and all(_LABEL.fullmatch(word) for word in words)
 
 
 def _take_row(table: _Table, words: list[str], found: dict[str, _Table]) -> None:

@@ -30,6 +30,9 @@ _RESIDUE = re.compile(r"\[[0-9]{0,3}(?:;[0-9]{1,3}){0,4}m(?![a-z])")
 _ENTITIES = (("&lt;", "<"), ("&gt;", ">"), ("&quot;", '"'), ("&#39;", "'"), ("&amp;", "&"))
 """What a web page shows for characters of markup."""
 _EMPTY_LINES = re.compile(r"\n(?:[ \t]*\n){3,}")
+_PRINTABLE = bytes([9, 13, 27, *range(32, 127)])
+_LARGE = 1_000_000
+"""Bytes from which lines of noise are emptied before anything else looks at them."""
 _DELETED = bytes([0x00, 0x0E, 0x0F, 0x7F])
 _CONTROL = bytes(0xFF if code < 32 and code not in (9, 10) else code for code in range(256))
 """Maps control bytes to one that is no UTF-8, which decodes to U+FFFD."""
@@ -94,7 +97,17 @@ def decode(data: bytes) -> str:
     if len(sample) >= 4 and sample.count(0) * 5 >= len(sample) * 2:
         encoding = "utf-16-le" if sample[1::2].count(0) >= sample[0::2].count(0) else "utf-16-be"
         return data.decode(encoding, errors="replace")
-    return data.decode("utf-8", errors="replace")
+    try:
+        return data.decode("utf-8")
+    except UnicodeDecodeError:
+        if len(data) > _LARGE:
+            data = b"\n".join(b"" if _is_binary(line) else line for line in data.split(b"\n"))
+        return data.decode("utf-8", errors="replace")
+
+
+def _is_binary(line: bytes) -> bool:
+    """More than a quarter is no character that a tool prints: noise, whatever the rest looks like."""
+    return len(line.translate(None, _PRINTABLE)) * 4 > len(line)
 
 
 def clean(text: str) -> str:
