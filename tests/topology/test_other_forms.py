@@ -117,6 +117,12 @@ NICS = {
         "Infiniband device 'mlx5_0' port 1 status:\n\tstate:\t\t 4: ACTIVE\n\trate:\t\t 200 Gb/sec (4X HDR)\n",
         {"active": ["mlx5_0"]},
     ),
+    "a router between subnets": (
+        'Rt\t1 "R-0002c90300000001"\t\t# "router"\nSwitch\t36 "S-0002c90300000002"\t\t# "leaf" lid 1 lmc 0\n'
+        '[1]\t"R-0002c90300000001"[1]\t\t# "router" lid 4 4xEDR\n'
+        '[2]\t"H-0002c90300000003"[1](2c90300000004) \t\t# "n1 mlx4_0" lid 3 4xEDR\n',
+        {"hca_records": 0, "hcas_of_switch": {"S-0002c90300000002": 1}, "hosts_named": 1, "cables": 2},
+    ),
     "blanks for tabs": (fixtures.ib_fabric(units=1).replace("\t", " "), {"leaves": 4, "hosts_named": 3}),
 }
 NODE = (

@@ -34,6 +34,11 @@ class IbNode:
         return not self.is_switch and _AGGREGATION in (self.description or "")
 
     @property
+    def is_hca(self) -> bool:
+        """A channel adapter of a host: no switch, no router between subnets, no aggregation node."""
+        return not (self.is_switch or self.is_aggregation or self.key[0].startswith("R-"))
+
+    @property
     def words(self) -> list[str]:
         """Words of a description that a person or the host gave; empty for the card's default."""
         text = (self.description or "").strip()
@@ -135,13 +140,13 @@ class Fabric:
     @cached_property
     def hcas(self) -> list[IbNode]:
         """Channel adapters of hosts, seen as records or at cables."""
-        return [node for node in self.nodes.values() if not node.is_switch and not node.is_aggregation]
+        return [node for node in self.nodes.values() if node.is_hca]
 
     def hcas_of(self, switch: NodeKey) -> list[NodeKey]:
         """Adapters of hosts on one switch, each once."""
         if switch not in self._hcas_of:
             around = dict.fromkeys(self.neighbours.get(switch, []))
-            found = [key for key in around if not self.nodes[key].is_switch and not self.nodes[key].is_aggregation]
+            found = [key for key in around if self.nodes[key].is_hca]
             self._hcas_of[switch] = found
         return self._hcas_of[switch]
 

@@ -168,7 +168,7 @@ def _key(node_id: str, description: str | None, comment: str) -> NodeKey:
 
 def _facts(fabric: Fabric, hosts: Hosts) -> Facts:
     switches, leaves = fabric.switches, fabric.leaves
-    records = [node for node in fabric.nodes.values() if not node.is_switch and node.has_record]
+    records = [n for n in fabric.nodes.values() if n.has_record and (n.is_hca or n.is_aggregation)]
     tiers = fabric.tiers
     by_tier = Counter(tiers[switch.key] for switch in switches if switch.key in tiers)
     hcas = fabric.hcas

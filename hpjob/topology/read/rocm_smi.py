@@ -196,7 +196,8 @@ def _topology(gpus: list[int], tables: Tables, linked: set[Pair], notes: list[st
     if not gpus:
         return None
     weights, types = tables.weights, tables.types
-    direct = {pair for pair in linked if weights.get(pair, DIRECT_XGMI_WEIGHT) == DIRECT_XGMI_WEIGHT}
+    seen = {(min(pair), max(pair)): weight for pair, weight in weights.items()}
+    direct = {pair for pair in linked if seen.get(pair, DIRECT_XGMI_WEIGHT) == DIRECT_XGMI_WEIGHT}
     found = tuple(_island(group, direct, seen=bool(weights)) for group in islands(gpus, linked))
     links = tuple(
         Link(a=a, b=b, linked=(a, b) in direct) for a, b in sorted(types) if a < b and (weights or (a, b) not in linked)
