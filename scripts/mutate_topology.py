@@ -177,6 +177,7 @@ def main() -> int:
     parser.add_argument("--count", type=int, default=20_000)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--start", type=int, default=0, help="make the mutants before this one without reading them")
+    parser.add_argument("--seconds", type=float, help="stop after this time and name the mutant to start at next")
     parser.add_argument("--keep", type=Path, help="folder for the first mutants that fail")
     arguments = parser.parse_args()
     samples = [path.read_bytes() for path in sorted(arguments.folder.rglob("*")) if path.suffix in (".txt", ".xml")]
@@ -184,6 +185,8 @@ def main() -> int:
     rng = random.Random(arguments.seed)
     failures: Counter[str] = Counter()
     slowest = 0.0
+    done = 0
+    began = time.monotonic()
     for number in range(arguments.count):
         at = rng.randrange(len(samples))
         mutant = samples[at]
@@ -194,6 +197,10 @@ def main() -> int:
             mutant = mutation(mutant, rng)
         if number < arguments.start:
             continue
+        if arguments.seconds is not None and time.monotonic() - began > arguments.seconds:
+            print(f"out of time: go on with --start {number}")
+            break
+        done += 1
         started = time.process_time()
         wrong = check(samples[at], mutant, readings[at])
         slowest = max(slowest, time.process_time() - started)
@@ -202,8 +209,7 @@ def main() -> int:
             print(f"mutant {number} ({'+'.join(names)}, {readings[at].kind}): {wrong}")
             if arguments.keep and sum(failures.values()) <= 50:
                 (arguments.keep / f"{number}.txt").write_bytes(mutant)
-    read = arguments.count - arguments.start
-    print(f"{read} mutants, {sum(failures.values())} wrong {dict(failures)}, slowest {slowest:.2f} s")
+    print(f"{done} mutants, {sum(failures.values())} wrong {dict(failures)}, slowest {slowest:.2f} s")
     return int(bool(failures))
 
 
