@@ -85,6 +85,13 @@ GPU_TEXTS = {
         "0, Completed, 5, a1b2c3d4-0000-0000-0000-000000000000\n",
         {"domains": {"a1b2c3d4-0000-0000-0000-000000000000.5": [0]}},
     ),
+    "fabric in XML": (
+        '<nvidia_smi_log><gpu id="00000000:19:00.0"><fabric><state>Completed</state><status>Success</status>'
+        "<cliqueId>7</cliqueId><clusterUuid>a1b2c3d4-0000-0000-0000-000000000000</clusterUuid></fabric></gpu>"
+        "<gpu><fabric><state>In Progress</state><cliqueId>0</cliqueId></fabric></gpu></nvidia_smi_log>",
+        {"gpus": 2, "state": "Completed", "clique_of_gpu": [7, 0],
+         "domains": {"a1b2c3d4-0000-0000-0000-000000000000.7": [0]}},
+    ),
     "XGMI ring": (XGMI_RING, {"weight": [15, 30], "xgmi_islands": [[0, 1, 2, 3]]}),
     "amd-smi JSON": (AMD_SMI, {"gpus": 2, "xgmi_islands": [[0, 1]], "weight": [15], "hops_by_type": {"XGMI": [1]}}),
     "rocm-smi JSON": (ROCM_JSON, {"link_types": ["PCIE"], "xgmi_islands": [], "numa_of_gpu": [0, 1]}),
@@ -212,3 +219,14 @@ def test_rings_of_a_nccl_file_offer_their_pairs() -> None:
     cut = read_text(ring[: ring.rindex("</cpu>")]).topology
     assert cut is not None
     assert {link.linked for link in cut.nodes[0].links or ()} == {True, None}
+
+
+@pytest.mark.parametrize(("state", "domains"), [("Completed", 1), ("In Progress", 0)])
+def test_a_domain_counts_when_all_its_gpus_have_joined(state: str, domains: int) -> None:
+    text = "index, fabric.state, fabric.clique_id, fabric.cluster_uuid\n" + "".join(
+        f"{gpu}, {word}, 5, a1b2c3d4-0000-0000-0000-000000000000\n" for gpu, word in enumerate(("Completed", state))
+    )
+    topology = read_text(text).topology
+    assert topology is not None
+    assert len(topology.domains or ()) == domains
+    assert any("has completed joining" in note for note in topology.notes) is (domains == 0)

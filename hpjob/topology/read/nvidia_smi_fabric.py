@@ -1,4 +1,4 @@
-"""NVLink fabric state: the Fabric section of ``nvidia-smi -q``, the same through pdsh, and the CSV query."""
+"""NVLink fabric state: the Fabric section of ``nvidia-smi -q`` (also ``-x``), through pdsh, and the CSV query."""
 
 from __future__ import annotations
 
@@ -19,6 +19,9 @@ _FIELD = re.compile(
 _FABRIC = re.compile(r"^\s*(?:(?P<host>[A-Za-z0-9][A-Za-z0-9_.-]*):\s+)?Fabric\s*$")
 _INDENT = re.compile(r"^\s*")
 _CSV_HEADER = re.compile(r"fabric\.\w+", re.I)
+_XML_SECTION = re.compile(r"<fabric>(.{0,4000}?)</fabric>", re.S | re.I)
+_XML_FIELD = re.compile(r"<(state|status|cliqueId|clusterUuid)>\s*([^<>]{0,100}?)\s*</", re.I)
+_XML_NAMES = {"state": "State", "status": "Status", "cliqueid": "CliqueId", "clusteruuid": "ClusterUUID"}
 _UUID = re.compile(r"[0-9A-Fa-f]{8}(?:-[0-9A-Fa-f]{4}){3}-[0-9A-Fa-f]{12}")
 _ZERO = re.compile(r"[0-]+")
 _NOT_AVAILABLE = re.compile(r"\[?(?:N/A|Not Supported|Not Available)\]?", re.I)
@@ -35,6 +38,8 @@ class _Record:
 def confidence(source: Source) -> float:
     """High when clique or cluster lines are there."""
     text = source.text
+    if "<nvidia_smi_log>" in text and _XML_SECTION.search(text):
+        return 0.97
     if "CliqueId" in text or "ClusterUUID" in text:
         return 0.9
     if "fabric" not in source.lower:
@@ -46,12 +51,22 @@ def confidence(source: Source) -> float:
 
 def read(source: Source) -> Reading:
     """Read all records; those of several hosts are joined by host."""
-    table = _csv_records(source)
+    table = _xml_records(source) or _csv_records(source)
     records = table if table is not None else _section_records(source)
     per_host = any(isinstance(record.key, str) for record in records)
     shown = any("ClusterUUID" in record.values for record in records)
     facts = _facts(records, per_host, shown=shown)
     return Reading(kind="fabric", facts=facts, topology=_topology(facts, records, per_host))
+
+
+def _xml_records(source: Source) -> list[_Record]:
+    if "<fabric>" not in source.text:
+        return []
+    sections = _XML_SECTION.findall(source.text)
+    return [
+        _Record(number, {_XML_NAMES[name.lower()]: value for name, value in _XML_FIELD.findall(section)})
+        for number, section in enumerate(sections)
+    ]
 
 
 def _csv_records(source: Source) -> list[_Record] | None:
@@ -173,14 +188,16 @@ def _topology(facts: Facts, records: list[_Record], per_host: bool) -> Topology 
         nodes = tuple(Node(name=name) for name in names)
     else:
         nodes = (Node(name=LOCAL_NODE, gpus=tuple(Gpu(index=int(record.key)) for record in records)),)
-    completed = all(record.values.get("State", "Completed") == "Completed" for record in records)
+    waiting = {record.key for record in records if record.values.get("State", "Completed") != "Completed"}
     found = None
     if domains is not None:
+        # One that a GPU has not joined yet carries no traffic, though it has a name.
         found = tuple(
             NvlinkDomain(name=name, nodes=tuple(str(m) for m in members) if per_host else (LOCAL_NODE,))
             for name, members in domains.items()
+            if not waiting.intersection(members)
         )
-    notes = () if completed or not found else ("not every GPU has completed joining its NVLink domain",)
+    notes = ("not every GPU has completed joining its NVLink domain",) if domains and waiting else ()
     return Topology(nodes=nodes, domains=found, source=TITLE, notes=notes, sources={"domains": TITLE})
 
 
