@@ -110,3 +110,21 @@ def test_sysfs_and_vendor_table() -> None:
     )
     assert table.facts["rail_nic_of_gpu"] == ["mlx5_0", "mlx5_1"]
     assert table.facts["not_rail"] == ["0000:0b:00.0"]
+
+
+def test_moved_lines_of_switches_show_no_cable_that_one_end_alone_shows() -> None:
+    """A port line of a switch does not say whose it is; attributes at wrong places tell that lines were moved."""
+    whole = fixtures.ib_fabric(units=1, rails=2, hosts=2, spines=1).split("vendid=0x2c9\nCa", 1)[0]
+    lines = whole.split("\n")
+    switches = [at for at, line in enumerate(lines) if line.startswith("Switch")]
+    lines[switches[0]], lines[switches[1]] = lines[switches[1]], lines[switches[0]]
+    assert read_text("\n".join(lines)).facts["hcas_of_switch"] == {}
+    assert len(read_text(whole).facts["hcas_of_switch"]) == 2
+
+
+def test_one_lost_record_line_leaves_the_others() -> None:
+    lines = fixtures.ib_fabric(units=1, rails=2, hosts=2, spines=1).split("\n")
+    lost = next(at for at, line in enumerate(lines) if line.startswith("Switch"))
+    facts = read_text("\n".join(lines[:lost] + lines[lost + 1 :])).facts
+    assert facts["switches"] == 2
+    assert sum(facts["hcas_of_switch"].values()) == 4

@@ -171,3 +171,10 @@ def _linked(text: str) -> set[tuple[int, int]]:
     topology = read_text(text, kind="nvsmi_topo").topology
     nodes = topology.nodes if topology else ()
     return {(link.a, link.b) for node in nodes for link in node.links or () if link.linked}
+
+
+@pytest.mark.parametrize("width", [60, 77, 80, 100, 132])
+def test_lines_that_a_terminal_broke_are_joined(width: int) -> None:
+    whole = fixtures.hgx().expandtabs(8)
+    pieces = [line[at : at + width] for line in whole.split("\n") for at in range(0, max(1, len(line)), width)]
+    assert read_text("\n".join(pieces)).facts == read_text(whole).facts

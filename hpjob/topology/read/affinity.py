@@ -9,7 +9,8 @@ import re
 from dataclasses import dataclass
 from itertools import product
 
-from hpjob.topology.read.topo_matrix import Matrix, Row
+from hpjob.topology.read.topo_matrix import Matrix
+from hpjob.topology.read.topo_row import Row
 
 _CPU_LIST = re.compile(r"[0-9]+(?:-[0-9]+(?::[0-9]+)?)?(?:,[0-9]+(?:-[0-9]+(?::[0-9]+)?)?)*")
 _NUMA = re.compile(r"[0-9]+(?:-[0-9]+)?(?:,[0-9]+(?:-[0-9]+)?)*")

@@ -12,6 +12,7 @@ from functools import lru_cache
 
 from hpjob.topology.model import Nic, Node, Switch, Topology
 from hpjob.topology.read.ib_fabric import Fabric, Hosts, NodeKey, find_hosts, rail_and_unit, rails_of_leaves
+from hpjob.topology.read.ib_order import RecordOrder
 from hpjob.topology.read.reading import Facts, Reader, Reading
 from hpjob.topology.read.text import Source
 
@@ -21,8 +22,6 @@ _PORT = re.compile(
     r"^\W{0,8}\[([0-9]{1,4})\](?:\[[^\]]{0,20}\])?(\([^)]{0,40}\))?\s+\"([SHR]-[0-9A-Za-z<>*_.x-]{1,80})\"\[([0-9]{1,4})\](?:\[[^\]]{0,20}\])?"
     r"(?:\([^)]{0,40}\))?\s*(?:#\s*(.*))?$"
 )
-_BETWEEN = re.compile(r"\s*(?:vendid|devid|sysimgguid|switchguid|caguid)=")
-"""Lines before a record; local ports of adapters carry a GUID, those of switches do not."""
 _QUOTED = re.compile(r"\"([^\"]*)\"")
 _RATE = re.compile(r"\b([0-9]{1,2})x\s?([A-Z]{3}[0-9]{0,3})\b")
 _LID = re.compile(r"\blid\s+([0-9]+)")
@@ -74,22 +73,28 @@ def parse_fabric(source: Source) -> Fabric:
     odd = tuple(mark for mark in marks if mark != marks.most_common(1)[0][0])
     current: NodeKey | None = None
     ends_at_blank = not _is_double_spaced(source.lines)
+    order = RecordOrder()
     for line in source.lines:
         if '"' not in line or len(line) > 2000:
-            if ("=" in line and _BETWEEN.match(line)) or (ends_at_blank and not line.strip()):
+            if ("=" in line and order.attribute(line)) or (ends_at_blank and not line.strip()):
                 current = None
             continue
         node = None if line[0] == "[" and line[1:2].isdecimal() else _NODE.match(line)
         if node:
+            order.record(node[3])
             current = None if _is_broken(node[3]) or node[3].endswith(odd) else _record(fabric, node)
             continue
         port = _PORT.match(line)
+        if port is not None:
+            order.port()
         if port is None or current is None or _is_broken(port[3]) or port[3].endswith(odd):
             continue
+        # Local ports of adapters carry a GUID, those of switches do not.
         if fabric.nodes[current].is_switch == bool(port[2]):
             fabric.disordered = True
         else:
             _cable(fabric, current, port, guids, nodes)
+    fabric.disordered |= order.is_broken
     fabric.settle()
     return fabric
 

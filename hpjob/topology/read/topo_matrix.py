@@ -12,7 +12,6 @@ from dataclasses import dataclass, field
 
 from hpjob.topology.read.text import Source, is_cut_mark
 from hpjob.topology.read.topo_header import (
-    DEVICE,
     GPU,
     INDEXED,
     MAX_COLUMNS,
@@ -22,34 +21,13 @@ from hpjob.topology.read.topo_header import (
     parse_header,
     split_header,
 )
+from hpjob.topology.read.topo_row import Row, cells_of, parse_row, unwrapped, words_of
 
-_STOPS_CELLS = re.compile(r"[0-9<#(/-]|N/A")
-_HAS_WORD = re.compile(r"[A-Za-z0-9]")
 _MAX_CANDIDATES = 20_000
 _BEFORE = 8_000
 _BEHIND = 4_000_000
 _MAX_LINES = 8_000
-ELLIPSIS = re.compile(r"\.\.\.|…|\[?snip|\[?truncated", re.I)
 _MAY_MATTER = re.compile("GPU|NIC|mlx|X|SYS|NODE|PIX|PXB|PHB|Affinity|OK|NS")
-
-
-@dataclass
-class Row:
-    """One line of the matrix."""
-
-    label: str
-    line: str
-    number: int
-    start: int
-    """Column of the label in the line."""
-    cells: list[str | None]
-    """None = a word that could not be read."""
-    tail: int
-    """Column behind the last cell."""
-    tokens: list[tuple[int, int]]
-    """Spans of the cells' words in the line."""
-    elided: bool = False
-    """The author marked that the row goes on."""
 
 
 @dataclass
@@ -91,61 +69,6 @@ class Matrix:
         self._index = {label: position for position, label in enumerate(self.columns)}
 
 
-def parse_row(line: str, number: int, known: set[str], words: Vocabulary = TOPO_WORDS) -> Row | None:
-    """Read a row: a label followed by at least one cell."""
-    if len(line) > 40_000:
-        return None
-    spans = _spans(line)
-    for position, (word, start, end) in enumerate(spans[:12]):
-        label = word.rstrip(":").replace("\ufffd", "")
-        glued = words.glued_row.fullmatch(word)
-        if glued:
-            inner = [(glued[2], start + len(glued[1]), end), *spans[position + 1 :]]
-            return _cells(glued[1], line, number, start, inner, words)
-        indexed = bool(INDEXED.fullmatch(label))
-        if not (indexed or label in known or DEVICE.fullmatch(label)):
-            continue
-        following = [bool(words.words.fullmatch(w)) for w, _, _ in spans[position + 1 : position + 3]]
-        if following[:1] == [True] or (indexed and following[1:] == [True]):
-            return _cells(label, line, number, start, spans[position + 1 :], words)
-        if indexed and position + 1 < len(spans) and INDEXED.fullmatch(spans[position + 1][0]):
-            return None  # two labels in a row: a header, perhaps with the rest of a row glued to it
-    return None
-
-
-def _spans(line: str) -> list[tuple[str, int, int]]:
-    return [(match[0], match.start(), match.end()) for match in re.finditer(r"[^\s|]+", line)]
-
-
-def _cells(
-    label: str, line: str, number: int, start: int, spans: list[tuple[str, int, int]], words: Vocabulary
-) -> Row | None:
-    cells: list[str | None] = []
-    places: list[tuple[int, int]] = []
-    elided = False
-    for word, begin, end in spans:
-        if words.words.fullmatch(word):
-            pieces = words.word.findall(word)
-            cells.extend(pieces)
-            places.extend([(begin, end)] * len(pieces))
-        elif ELLIPSIS.match(word):
-            elided = True
-            break
-        elif not _HAS_WORD.search(word) and not _STOPS_CELLS.match(word):
-            continue
-        elif _STOPS_CELLS.match(word) or len(cells) > MAX_COLUMNS:
-            break
-        else:
-            cells.append(None)
-            places.append((begin, end))
-    while cells and cells[-1] is None:
-        cells.pop()
-        places.pop()
-    if not cells:
-        return None
-    return Row(label, line, number, start, cells, places[-1][1], places, elided)
-
-
 def find_matrix(source: Source, words: Vocabulary = TOPO_WORDS) -> Matrix | None:
     """Return the first matrix of the text, or None when no row of one is there."""
     key = ("matrix", words.word.pattern)
@@ -169,6 +92,7 @@ def _window(source: Source, words: Vocabulary) -> tuple[list[str], bool]:
 
 def _find_matrix(source: Source, words: Vocabulary) -> Matrix | None:
     lines, to_end = _window(source, words)
+    lines = unwrapped(lines, words)
     header: Header | None = None
     rows: dict[str, Row] = {}
     notes: list[str] = []
@@ -216,10 +140,10 @@ def _joined_header(header: Header, line: str, words: Vocabulary) -> Header:
 
 def _continue_row(row: Row, line: str, number: int, width: int, words: Vocabulary) -> None:
     """Append the wrapped rest of a row: a line that begins with a cell."""
-    spans = _spans(line) if len(line) < 40_000 else []
+    spans = words_of(line) if len(line) < 40_000 else []
     if number != row.number + 1 or len(row.cells) >= width or not spans or not words.words.fullmatch(spans[0][0]):
         return
-    rest = _cells(row.label, line, number, row.start, spans, words)
+    rest = cells_of(row.label, line, number, row.start, spans, words)
     if rest is not None and len(row.cells) + len(rest.cells) <= width:
         row.cells.extend(rest.cells)
         row.line, row.tail, row.tokens, row.number = line, rest.tail, rest.tokens, number
