@@ -209,16 +209,29 @@ def test_a_wide_row_is_no_row_of_a_table() -> None:
 
 def test_rings_of_a_nccl_file_offer_their_pairs() -> None:
     text = fixtures.nccl_xml(switch=False)
-    ring = text.replace('target="0000:21:00.0"', 'target="0000:22:00.0"', 1)  # 0 to 2, 1 to 0, 2 and 3 as before
-    topology = read_text(ring).topology
+    edge = '<nvlink target="0000:{:02x}:00.0" count="4" tclass="0x030200"/>'
+    for gpu, peer in ((0, 2), (2, 0)):
+        near = edge.format(0x20 + (gpu ^ 1))
+        text = text.replace(near, near + edge.format(0x20 + peer), 1)
+    topology = read_text(text).topology
     assert topology is not None
     node = topology.nodes[0]
     assert {(link.a, link.b) for link in node.links or () if link.linked} == {(0, 1), (0, 2), (2, 3)}
     assert [link.linked for link in node.links or () if (link.a, link.b) == (1, 3)] == [False]
     assert [(i.all_to_all, i.cliques) for i in node.islands or ()] == [(False, ((0, 1), (0, 2), (2, 3)))]
-    cut = read_text(ring[: ring.rindex("</cpu>")]).topology
+    cut = read_text(text[: text.rindex("</cpu>")]).topology
     assert cut is not None
     assert {link.linked for link in cut.nodes[0].links or ()} == {True, None}
+
+
+def test_an_edge_that_was_moved_to_another_gpu_is_not_believed() -> None:
+    text = fixtures.nccl_xml(switch=False)
+    reading = read_text(text.replace('target="0000:21:00.0"', 'target="0000:22:00.0"', 1))
+    assert reading.topology is not None
+    node = reading.topology.nodes[0]
+    assert {(link.a, link.b) for link in node.links or () if link.linked} == {(2, 3)}
+    assert not any(island.all_to_all for island in node.islands or () if 0 in island.gpus)
+    assert any("0-2" in note for note in reading.notes)
 
 
 @pytest.mark.parametrize(("state", "domains"), [("Completed", 1), ("In Progress", 0)])

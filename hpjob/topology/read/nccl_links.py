@@ -23,6 +23,8 @@ class NcclLinks:
     per_gpu: list[int] = field(default_factory=list)
     switches: set[str] = field(default_factory=set)
     missing: list[str] = field(default_factory=list)
+    one_sided: set[Pair] = field(default_factory=set)
+    """Direct links that only one of the two GPUs shows; a dump shows each from both."""
     to_itself: bool = False
     kind: Literal["nvlink", "xgmi"] = "nvlink"
 
@@ -54,6 +56,7 @@ def read_links(gpus: list[Element], pci: list[Element]) -> NcclLinks:
     bridges = {element.get("busid").lower() for element in pci if element.get("class").startswith("0x0680")}
     found = NcclLinks(gpus=sorted(numbers.values()))
     behind: dict[str, set[int]] = {}
+    ends: set[Pair] = set()
     for element in gpus:
         me = numbers[id(element)]
         total = 0
@@ -74,8 +77,10 @@ def read_links(gpus: list[Element], pci: list[Element]) -> NcclLinks:
                     found.missing.append(edge.get("target"))
             else:
                 pair = (min(me, peer), max(me, peer))
+                ends.add((me, peer))
                 found.direct[pair] = max(found.direct.get(pair, 0), count)
         found.per_gpu.append(total)
+    found.one_sided = {(a, b) for a, b in ends if (b, a) not in ends}
     found.linked = set(found.direct)
     for members in behind.values():
         found.linked.update(combinations(sorted(members), 2))

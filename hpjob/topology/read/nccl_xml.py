@@ -9,7 +9,7 @@ import re
 from itertools import combinations
 
 from hpjob.topology.model import Gpu, Island, Link, Nic, Node, Topology
-from hpjob.topology.read.graph import largest_cliques
+from hpjob.topology.read.graph import all_linked, largest_cliques
 from hpjob.topology.read.nccl_links import NcclLinks, read_links
 from hpjob.topology.read.reading import LOCAL_NODE, Facts, Reader, Reading
 from hpjob.topology.read.text import Source
@@ -192,6 +192,9 @@ def _notes(links: NcclLinks | None, wholeness: Wholeness, fragment: bool) -> lis
         notes.append("no system element: a part of a file")
     if links is not None and links.to_itself:
         notes.append("GPUs are linked to themselves: a file written to raise channel counts, not a finding")
+    if links is not None and links.one_sided:
+        pairs = ", ".join(f"{a}-{b}" for a, b in sorted(links.one_sided)[:8])
+        notes.append(f"only the first of these GPUs shows their link, which is not believed: {pairs}")
     if links is not None and links.missing:
         notes.append(f"linked to devices that are not in the file: {', '.join(links.missing)}")
     return notes
@@ -202,17 +205,19 @@ Inside = tuple[tuple[Island, ...] | None, tuple[Link, ...] | None]
 
 
 def _islands(facts: Facts, links: NcclLinks | None, wholeness: Wholeness) -> Inside:
-    """Only a whole file shows that two GPUs are not linked."""
+    """Only a whole file shows that two GPUs are not linked; a link that one end alone shows is not believed."""
     if links is None or facts["islands"] is None:
         return None, None
+    doubted = {(min(pair), max(pair)) for pair in links.one_sided}
+    sure = links.linked - doubted
     missing = False if wholeness == "whole" else None
     islands = []
     for group in facts["islands"]:
-        whole = links.is_complete(group) or missing
-        cliques = largest_cliques(group, links.linked, whole)
+        whole = all_linked(group, sure) or (None if doubted.intersection(combinations(group, 2)) else missing)
+        cliques = largest_cliques(group, sure, whole)
         islands.append(Island(kind=links.kind, gpus=tuple(group), all_to_all=whole, cliques=cliques))
     found = tuple(
-        Link(a=a, b=b, linked=(a, b) in links.linked or missing, count=links.direct.get((a, b)))
+        Link(a=a, b=b, linked=None if (a, b) in doubted else (a, b) in sure or missing, count=links.direct.get((a, b)))
         for a, b in combinations(links.gpus, 2)
     )
     return tuple(islands), found
