@@ -128,3 +128,10 @@ def test_one_lost_record_line_leaves_the_others() -> None:
     facts = read_text("\n".join(lines[:lost] + lines[lost + 1 :])).facts
     assert facts["switches"] == 2
     assert sum(facts["hcas_of_switch"].values()) == 4
+
+
+def test_ports_behind_a_record_line_that_another_was_glued_to_are_nobodys() -> None:
+    lines = fixtures.ib_fabric(units=1, rails=2, hosts=2, spines=1).split("vendid=0x2c9\nCa", 1)[0].split("\n")
+    first = next(at for at, line in enumerate(lines) if line.startswith("Switch"))
+    lines[first] += '"[1]\t\t# "spine-01" lid 9 4xNDR'
+    assert read_text("\n".join(lines)).facts["hcas_of_switch"].keys() == {"S-0000ab0000000001"}

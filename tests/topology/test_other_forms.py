@@ -243,3 +243,8 @@ def test_a_domain_counts_when_all_its_gpus_have_joined(state: str, domains: int)
     assert topology is not None
     assert len(topology.domains or ()) == domains
     assert any("has completed joining" in note for note in topology.notes) is (domains == 0)
+
+
+def test_a_gpu_whose_number_is_damaged_leaves_the_links_unknown() -> None:
+    reading = read_text(fixtures.nccl_xml(switch=False).replace('dev="0" sm', 'dev="0\x17" sm'))
+    assert (reading.facts["gpus"], reading.facts["islands"]) == (4, None)

@@ -82,7 +82,8 @@ def parse_fabric(source: Source) -> Fabric:
         node = None if line[0] == "[" and line[1:2].isdecimal() else _NODE.match(line)
         if node:
             order.record(node[3])
-            current = None if _is_broken(node[3]) or node[3].endswith(odd) else _record(fabric, node)
+            glued = (node[4] or "").count('"') not in (0, 2)  # the rest of another line stands behind it
+            current = None if glued or _is_broken(node[3]) or node[3].endswith(odd) else _record(fabric, node)
             continue
         port = _PORT.match(line)
         if port is not None:

@@ -46,7 +46,7 @@ def read(source: Source) -> Reading:
     classes = any(element.get("class") for element in pci)
     gpus = _gpus(pci, partial) if classes or not partial else None
     fragment = system is None
-    if _has_doubles(gpus or []):
+    if _has_doubles(gpus or []) or _has_lost_number(gpus or [], partial):
         wholeness = "damaged"
     links = None if partial else read_links(gpus or [], pci)
     index = {id(element): number for number, element in _indexed(gpus or [], partial)}
@@ -116,6 +116,11 @@ def _has_doubles(gpus: list[Element]) -> bool:
     hosts = [next((at.get("host_hash") for at in e.ancestors() if at.tag == "cpu"), "") for e in gpus]
     places = [(host, e.get("busid")) for host, e in zip(hosts, gpus, strict=True) if e.get("busid")]
     return len(set(places)) != len(places)
+
+
+def _has_lost_number(gpus: list[Element], partial: bool) -> bool:
+    """Whether a GPU's number cannot be read while others can: none can be given to it."""
+    return not partial and any(_number(gpu.get("dev")) is None for element in gpus for gpu in _own_gpus(element))
 
 
 def _several_hosts(gpus: list[Element]) -> bool:

@@ -26,7 +26,7 @@ def gpu_blocks(source: Source) -> list[GpuLines]:
     seen: dict[int, GpuLines] = {}
     current: GpuLines | None = None
     for line in source.lines:
-        match = GPU_LINE.search(line) if "GPU" in line and len(line) < 2000 else None
+        match = GPU_LINE.search(line) if ("GPU " in line or "GPU\t" in line) and len(line) < 2000 else None
         if match and "(Topology)" not in line:
             index = int(match[1])
             if index in seen:

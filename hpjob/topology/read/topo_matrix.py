@@ -23,7 +23,7 @@ from hpjob.topology.read.topo_header import (
 )
 from hpjob.topology.read.topo_row import Row, cells_of, parse_row, unwrapped, words_of
 
-_MAX_CANDIDATES = 20_000
+_MAX_CANDIDATES = 8_000
 _BEFORE = 8_000
 _BEHIND = 4_000_000
 _MAX_LINES = 8_000
