@@ -9,6 +9,8 @@ from hpjob.topology.read.topo_header import DEVICE, INDEXED, MAX_COLUMNS, TOPO_W
 
 _STOPS_CELLS = re.compile(r"[0-9<#(/-]|N/A")
 _HAS_WORD = re.compile(r"[A-Za-z0-9]")
+_NEAR = 300
+"""Lines in which the header of the first row is looked for."""
 _LEAST_WIDTH = 40
 """Columns of a terminal; a shorter header was not broken."""
 ELLIPSIS = re.compile(r"\.\.\.|…|\[?snip|\[?truncated", re.I)
@@ -92,9 +94,10 @@ def cells_of(
 
 def unwrapped(lines: list[str], words: Vocabulary) -> list[str]:
     """Join lines that a terminal broke at its width, inside words too; the header tells the width."""
-    first = next((at for at, line in enumerate(lines[:-1]) if parse_header(line, words)), None)
+    near = lines[: min(_NEAR, len(lines) - 1)]
+    first = next((at for at, line in enumerate(near) if len(line) >= _LEAST_WIDTH and parse_header(line, words)), None)
     width = len(lines[first]) if first is not None else 0
-    if first is None or width < _LEAST_WIDTH or not _goes_on(lines[first + 1], words):
+    if first is None or not _goes_on(lines[first + 1], words):
         return lines
     joined = lines[:first]
     piece = -1
