@@ -178,3 +178,13 @@ def test_lines_that_a_terminal_broke_are_joined(width: int) -> None:
     whole = fixtures.hgx().expandtabs(8)
     pieces = [line[at : at + width] for line in whole.split("\n") for at in range(0, max(1, len(line)), width)]
     assert read_text("\n".join(pieces)).facts == read_text(whole).facts
+
+
+def test_a_header_that_lost_a_gpu_in_between_places_nothing_behind_it() -> None:
+    """A row that lost its last cell is then as wide as the header by chance, one column off."""
+    lines = fixtures.matrix(5, {(0, 3): "NV4", (1, 4): "NV4"}, default="PHB").split("\n")
+    lines[0] = lines[0].replace("\tGPU2", "")
+    lines[1] = lines[1].rsplit("\t", 1)[0]
+    topology = read_text("\n".join(lines)).topology
+    assert topology is not None
+    assert not any(link.linked for link in topology.nodes[0].links or () if (link.a, link.b) == (0, 4))

@@ -11,8 +11,6 @@ import re
 
 _ATTRIBUTE = re.compile(r"\s*(vendid|devid|sysimgguid|switchguid|caguid|rtguid)=(?:0x([0-9a-fA-F]{1,16})\b)?")
 _OWN = ("switchguid", "caguid", "rtguid")
-_MOST_FAULTS = 1
-"""Places that may be wrong in a text that only lost something."""
 
 
 class RecordOrder:
@@ -25,7 +23,7 @@ class RecordOrder:
     @property
     def is_broken(self) -> bool:
         """Lines were moved."""
-        return self._faults > _MOST_FAULTS
+        return self._faults > 0
 
     def attribute(self, line: str) -> bool:
         """Note a line outside records; True when it is an attribute of the record that follows."""
@@ -35,6 +33,10 @@ class RecordOrder:
         self._faults += match[1] in self._pending
         self._pending[match[1]] = match[2] or ""
         return True
+
+    def elision(self) -> None:
+        """Note a line by which an author says that others were left out."""
+        self._pending.clear()
 
     def record(self, node_id: str) -> None:
         """Note the line that begins a record."""

@@ -14,7 +14,7 @@ from hpjob.topology.model import Nic, Node, Switch, Topology
 from hpjob.topology.read.ib_fabric import Fabric, Hosts, NodeKey, find_hosts, rail_and_unit, rails_of_leaves
 from hpjob.topology.read.ib_order import RecordOrder
 from hpjob.topology.read.reading import Facts, Reader, Reading
-from hpjob.topology.read.text import Source
+from hpjob.topology.read.text import Source, is_cut_mark
 
 TITLE = "ibnetdiscover"
 _NODE = re.compile(r"^\W{0,8}(Switch|Ca|Rt)\s+([0-9]{1,4})\s+\"([SHR]-[0-9A-Za-z<>*_.x-]{1,80})\"\s*(?:#\s*(.*))?$")
@@ -22,6 +22,7 @@ _PORT = re.compile(
     r"^\W{0,8}\[([0-9]{1,4})\](?:\[[^\]]{0,20}\])?(\([^)]{0,40}\))?\s+\"([SHR]-[0-9A-Za-z<>*_.x-]{1,80})\"\[([0-9]{1,4})\](?:\[[^\]]{0,20}\])?"
     r"(?:\([^)]{0,40}\))?\s*(?:#\s*(.*))?$"
 )
+_ELISION = (".", "…", "[", "<", "(")
 _QUOTED = re.compile(r"\"([^\"]*)\"")
 _RATE = re.compile(r"\b([0-9]{1,2})x\s?([A-Z]{3}[0-9]{0,3})\b")
 _LID = re.compile(r"\blid\s+([0-9]+)")
@@ -78,6 +79,8 @@ def parse_fabric(source: Source) -> Fabric:
         if '"' not in line or len(line) > 2000:
             if ("=" in line and order.attribute(line)) or (ends_at_blank and not line.strip()):
                 current = None
+            elif line[:1] in _ELISION and is_cut_mark(line):
+                order.elision()
             continue
         node = None if line[0] == "[" and line[1:2].isdecimal() else _NODE.match(line)
         if node:
@@ -153,7 +156,9 @@ def _owns(node_id: str, port: int, guid: str, guids: dict[tuple[str, int], str],
     if own == node:
         return True
     number, known = int(own, 16), guids.get((node_id, port), "")
-    if number == int(node, 16) or (_HEX.fullmatch(known) and int(known, 16) == number):
+    if _HEX.fullmatch(known):
+        return int(known, 16) == number
+    if number == int(node, 16):
         return True
     if f"H-{number:016x}" in nodes or abs(number - int(node, 16)) > _GUIDS_OF_A_CARD:
         return False

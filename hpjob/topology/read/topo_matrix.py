@@ -183,6 +183,7 @@ def _distrust(matrix: Matrix, last: int) -> None:
     usual = max(widths, key=lambda width: (widths[width], width), default=0)
     # A header that lacks a GPU in between was damaged, and a row may be as wide as it is by chance.
     complete = matrix.header_seen and matrix.gpu_columns == list(range(len(matrix.gpu_columns)))
+    lost = matrix.header_seen and _lost_a_column(matrix)
     for row in matrix.rows.values():
         own = position.get(row.label)
         crosses = [at for at, cell in enumerate(row.cells) if cell == "X"]
@@ -193,7 +194,7 @@ def _distrust(matrix: Matrix, last: int) -> None:
         elif own is not None and own < len(row.cells) and row.cells[own] not in ("X", None):
             matrix.notes.append(f"row {row.label} has no X in its own column; its cells were not used")
             row.cells = []
-        elif len(row.cells) > len(matrix.columns) and own is not None:
+        elif (lost or len(row.cells) > len(matrix.columns)) and own is not None:
             matrix.notes.append(f"row {row.label} has more cells than there are columns")
             row.cells = row.cells[: own + 1]
         elif len(row.cells) < min(usual, len(matrix.columns)) and not (is_last or row.elided):
@@ -202,6 +203,13 @@ def _distrust(matrix: Matrix, last: int) -> None:
         _forget_behind_damage(row, own, len(matrix.columns) if complete else None)
         if is_last and _may_be_cut(row, len(matrix.columns)):
             row.cells[-1] = None
+
+
+def _lost_a_column(matrix: Matrix) -> bool:
+    """Whether a GPU between others has a row but no column: behind it every cell stands one column off."""
+    columns = set(matrix.gpu_columns)
+    rows = [int(match[1]) for label in matrix.rows if (match := GPU.fullmatch(label))]
+    return any(gpu not in columns and gpu < max(columns, default=0) for gpu in rows)
 
 
 def _forget_behind_damage(row: Row, own: int | None, width: int | None) -> None:
