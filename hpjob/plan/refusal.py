@@ -24,8 +24,10 @@ def no_legal_layout(problem: Problem, recipe: str) -> HpjobError:
     """Return the error for fixed values that no legal layout keeps."""
     s = problem.settings
     fixed = [f"{name}={getattr(s, name)}" for name in ParallelSettings.model_fields if _is_fixed(s, name)]
-    why = _degree_reasons(problem) or _layout_reasons(problem)
-    nearby = _nearest_layouts(problem)
+    why = broken_rules(problem) or [
+        f"global batch {problem.global_batch} does not spread evenly over any dp and microbatch size"
+    ]
+    nearby = nearest_layouts(problem)
     message = (
         f"recipe {recipe}: no legal layout for {problem.world_size} ranks with {', '.join(fixed) or 'these sizes'}"
     )
@@ -68,6 +70,11 @@ def _degree_reasons(problem: Problem) -> list[str]:
     return []
 
 
+def broken_rules(problem: Problem) -> list[str]:
+    """Return every rule that the fixed values break, as sentences."""
+    return _degree_reasons(problem) or _layout_reasons(problem)
+
+
 def _layout_reasons(problem: Problem) -> list[str]:
     """Rules broken by the layout that the fixed values ask for, with ones and defaults elsewhere."""
     s = problem.settings
@@ -93,11 +100,11 @@ def _layout_reasons(problem: Problem) -> list[str]:
         zero_shard=s.zero_shard_size,
         cpu_offload=s.cpu_offload,
     )
-    found = problems(problem.shape, layout, problem.world_size)
-    return found or [f"global batch {problem.global_batch} does not spread evenly over any dp and microbatch size"]
+    return problems(problem.shape, layout, problem.world_size)
 
 
-def _nearest_layouts(problem: Problem) -> list[str]:
+def nearest_layouts(problem: Problem) -> list[str]:
+    """Return up to three legal layouts near the fixed values, in words."""
     s = problem.settings
     wanted = {name: getattr(s, name) for name in _DEGREES if getattr(s, name) != "auto"}
     free: dict[str, object] = {name: "auto" for name in (*_DEGREES, "ep_size", "pp_style", "num_model_chunks")}

@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import pytest
 
 pytest.importorskip("torch", reason="the runtime's tests need the [train] extra")
 pytest.importorskip("transformers", reason="the runtime's tests need the [train] extra")
 
 from hpjob.runtime.process_pool import ProcessPool
+from tests.support.rank_pool import shared_rank_pool
 
 
 @pytest.fixture(scope="session")
-def pool() -> Iterator[ProcessPool]:
-    with ProcessPool(4, timeout_s=120) as started:
-        yield started
+def pool() -> ProcessPool:
+    return shared_rank_pool()
