@@ -8,12 +8,13 @@ from typing import Any
 
 from hpjob.core.errors import UserInputError
 from hpjob.core.schema import parse
+from hpjob.plan.broken_rules import broken_rules
 from hpjob.plan.fixed import fixed_pipeline, fixed_plan
 from hpjob.plan.hardware import hardware_of
-from hpjob.plan.legality import layout_of, problems, unsupported_by_runtime
+from hpjob.plan.legality import layout_of, model_problems, problems, unsupported_by_runtime
 from hpjob.plan.model import ParallelDegrees, Plan
+from hpjob.plan.nearest import nearest_layouts
 from hpjob.plan.problem import Problem
-from hpjob.plan.refusal import broken_rules, nearest_layouts
 from hpjob.plan.shape import shape_of
 from hpjob.recipe.config_json import shape_from_config, shape_from_values
 from hpjob.recipe.model import DataSettings, ModelShape, OptimizerSettings, Recipe, TrainingSettings
@@ -95,7 +96,7 @@ def plan_for(p: PluginParameters, recipe: Recipe, world_size: int) -> Plan:
         world_size=world_size,
         hardware=hardware_of(load_machine(_MACHINE)),
     )
-    reasons = broken_rules(problem)
+    reasons = model_problems(recipe.model) + broken_rules(problem)
     if not reasons:
         plan = _fixed(p, recipe, world_size)
         reasons = problems(problem.shape, layout_of(plan), world_size) + unsupported_by_runtime(plan)
