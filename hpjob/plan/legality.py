@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from hpjob.plan.layout import Layout
 from hpjob.plan.model import Plan
 from hpjob.plan.shape import Shape
+from hpjob.recipe.config_json import KNOWN_FAMILIES
 from hpjob.recipe.model import ModelShape
 
 
@@ -20,7 +21,7 @@ class RuntimeCapabilities:
     recompute: tuple[str, ...] = ("none", "selective", "full")
     max_ep: int = 1024
     cpu_offload: bool = True
-    families: tuple[str, ...] = ("llama", "mistral", "qwen2", "qwen3", "gemma", "mixtral", "qwen3_moe")
+    families: tuple[str, ...] = KNOWN_FAMILIES
     expert_families: tuple[str, ...] = ("mixtral", "qwen3_moe")
     precisions: tuple[str, ...] = ("bf16", "fp16", "fp32")
 

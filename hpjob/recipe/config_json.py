@@ -10,7 +10,7 @@ from hpjob.core.errors import UserInputError
 from hpjob.core.schema import nearest
 from hpjob.recipe.model import ModelShape
 
-KNOWN_FAMILIES = ("llama", "mistral", "qwen2", "qwen3", "gemma", "mixtral", "qwen3_moe")
+KNOWN_FAMILIES = ("llama", "mistral", "qwen2", "qwen3", "smollm3", "gemma", "mixtral", "qwen3_moe")
 """Values of ``model_type`` whose decoder layers have the shape that the planner assumes."""
 
 _OTHER_NAMES = {"num_local_experts": "num_experts"}

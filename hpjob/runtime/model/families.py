@@ -151,6 +151,7 @@ _ENTRIES = (
     Family(model_type="mistral", class_prefix="Mistral", placements=_GATED_DECODER),
     Family(model_type="qwen2", class_prefix="Qwen2", placements=_GATED_DECODER),
     Family(model_type="qwen3", class_prefix="Qwen3", placements=_GATED_DECODER, head_norms=_HEAD_NORMS),
+    Family(model_type="smollm3", class_prefix="SmolLM3", placements=_GATED_DECODER),
     Family(model_type="gemma", class_prefix="Gemma", placements=_GATED_DECODER, scales_embedding=True, norm_start=0.0),
     Family(
         model_type="mixtral",

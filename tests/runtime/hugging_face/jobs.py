@@ -24,6 +24,7 @@ MODELS = {
     "mistral": "vocab_size=96 num_key_value_heads=1",
     "qwen2": "vocab_size=96 tie_word_embeddings=true",
     "qwen3": "vocab_size=97 head_dim=8 tie_word_embeddings=true",
+    "smollm3": "vocab_size=96 tie_word_embeddings=true",
     "gemma": "vocab_size=96 head_dim=8 tie_word_embeddings=true",
     "mixtral": f"vocab_size=96 {EXPERTS}",
     "qwen3_moe": f"vocab_size=96 {EXPERTS} tie_word_embeddings=true",

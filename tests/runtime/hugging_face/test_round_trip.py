@@ -21,6 +21,7 @@ LAYOUTS = {
     "mistral": ("tp_size=4", "pp_size=2"),
     "qwen2": ("tp_size=2 pp_size=2", "tp_size=4 sequence_parallelism_mode=ring"),
     "qwen3": ("tp_size=2 pp_size=2 pp_style=zbv num_model_chunks=2", "dp_size=2 zero_stage=1 num_microbatches=2"),
+    "smollm3": ("tp_size=4", "pp_size=2"),
     "gemma": ("tp_size=2 pp_size=2", "sp_size=2 sequence_parallelism_mode=ring_attn"),
     "mixtral": ("tp_size=2 dp_size=2 ep_size=2 zero_stage=1 num_microbatches=2", "pp_size=2"),
     "qwen3_moe": ("tp_size=2 pp_size=2", "dp_size=2 ep_size=2 zero_stage=1 num_microbatches=2"),
