@@ -5,7 +5,10 @@ Each is tried through ``hpjob plan``, ``hpjob submit --dry-run`` and ``HybridPar
 
 from __future__ import annotations
 
+import json
+import struct
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -191,3 +194,14 @@ def test_the_same_base_is_legal(cli: Cli) -> None:
     assert cli("plan", "--recipe", "tiny", "--machine", "hgx-h100", "--nodes", "1", *sets).code == 0
     plugin = HybridParallelPlugin(2, 2, microbatch_size=1, precision="fp32")
     assert plugin.plan(load_recipe("tiny", BASE), world_size=8).degrees.dp == 2
+
+
+def test_weights_that_are_not_there_or_of_another_model_are_refused_before_the_queue(cli: Cli, tmp_path: Path) -> None:
+    command = ["submit", "--dry-run", "--recipe", "tiny", "--machine", "hgx-h100", "--nodes", "1"]
+    command += [word for override in BASE for word in ("--set", override)]
+    missing = cli(*command, "--set", "training.initial_weights=nowhere")
+    assert (missing.code, "no such folder" in missing.err) == (2, True)
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "llama", "hidden_size": 96}))
+    (tmp_path / "model.safetensors").write_bytes(struct.pack("<Q", 2) + b"{}")
+    other = cli(*command, "--set", f"training.initial_weights={tmp_path}")
+    assert (other.code, "has hidden_size 96, the recipe has 128" in other.err) == (2, True)

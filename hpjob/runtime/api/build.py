@@ -19,7 +19,8 @@ from hpjob.runtime.api.ranks import Ranks, ranks_of_environment
 from hpjob.runtime.engine import Engine
 from hpjob.runtime.hugging_face.load import load_weights
 from hpjob.runtime.mesh import build_mesh
-from hpjob.runtime.rendezvous import Timeouts, stay_on_loopback
+from hpjob.runtime.rendezvous import stay_on_loopback
+from hpjob.runtime.timeouts import Timeouts
 
 
 def build_model(

@@ -134,7 +134,16 @@ def _own_sp(p: PluginParameters) -> int:
 
 
 def _parallel(p: PluginParameters) -> dict[str, Any]:
-    same = ("tp_size", "pp_size", "ep_size", "zero_stage", "cpu_offload", "precision", "initial_scale")
+    same = (
+        "tp_size",
+        "pp_size",
+        "ep_size",
+        "zero_stage",
+        "zero_shard_size",
+        "cpu_offload",
+        "precision",
+        "initial_scale",
+    )
     has_batch = p.num_microbatches is not None or p.microbatch_size is not None
     return {
         **{name: getattr(p, name) for name in same},

@@ -21,6 +21,7 @@ class PluginParameters(Persisted):
     ep_size: PositiveInt = 1
     precision: Precision = "fp16"
     zero_stage: Literal[0, 1, 2, 3] = 0
+    zero_shard_size: PositiveInt | None = None
     cpu_offload: bool = False
     enable_all_optimization: bool = False
     enable_fused_normalization: bool = False

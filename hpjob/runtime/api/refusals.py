@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from hpjob.core.errors import UserInputError
+from hpjob.core.schema import parse
 from hpjob.recipe.model import GradientCheckpointSettings
 from hpjob.runtime.api.parameters import REFUSED_UNLESS_DEFAULT, WITHOUT_EFFECT, PluginParameters
 
@@ -75,7 +76,7 @@ def recomputation(config: Any) -> GradientCheckpointSettings:
 
     Args:
         config: None, a ratio of layers, one of our settings or its fields, or an object with
-            ``gradient_checkpointing_ratio``.
+            ``gradient_checkpointing_ratio`` or ``num_ckpt_layers_per_stage``.
 
     Raises:
         UserInputError: It asks for something else than every k-th layer.
@@ -85,9 +86,12 @@ def recomputation(config: Any) -> GradientCheckpointSettings:
     if isinstance(config, GradientCheckpointSettings):
         return config
     if isinstance(config, dict):
-        return GradientCheckpointSettings(**config)
+        return parse(GradientCheckpointSettings, config, source="gradient_checkpoint_config")
+    counts = getattr(config, "num_ckpt_layers_per_stage", None)
+    if counts is not None:
+        return GradientCheckpointSettings(policy="full", num_ckpt_layers_per_stage=tuple(counts))
     ratio = config if isinstance(config, int | float) else getattr(config, "gradient_checkpointing_ratio", None)
-    if getattr(config, "num_ckpt_layers_per_stage", None) is not None or not isinstance(ratio, int | float):
+    if not isinstance(ratio, int | float):
         raise UserInputError(
             f"gradient_checkpoint_config={config!r} is not supported",
             hint="give a ratio such as 0.5, or {'policy': 'full', 'every_kth_layer': 2}",
