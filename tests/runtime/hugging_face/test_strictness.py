@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 
 import pytest
@@ -10,7 +11,11 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from hpjob.core.errors import UserInputError
+from hpjob.core.schema import parse
+from hpjob.recipe.config_json import shape_from_config
+from hpjob.recipe.model import ModelShape
 from hpjob.recipe.weight_files import TensorEntry, check_weight_files, read_weight_files
+from hpjob.runtime.hugging_face.config import config_differences
 from hpjob.runtime.hugging_face.layout import is_stacked, model_parameters, pieces_of
 from hpjob.runtime.hugging_face.load import expected_tensors, weight_problems
 from hpjob.runtime.model.families import family_of
@@ -117,9 +122,38 @@ def _quantize(folder: Path) -> None:
     ],
 )
 def test_a_damaged_folder_is_refused(damage: object, sentence: str, start: Path, tmp_path: Path) -> None:
-    import shutil
-
     shutil.copytree(start, tmp_path / "copy")
     damage(tmp_path / "copy")  # type: ignore[operator]
     with pytest.raises(UserInputError, match=sentence):
         check_weight_files(tmp_path / "copy", case_of("llama", "").recipe.model)
+
+
+LLAMA3_ROPE = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
+
+
+def test_scaled_rotary_bases_and_windows_are_kept_or_named(start: Path, tmp_path: Path) -> None:
+    folder = shutil.copytree(start, tmp_path / "copy")
+    config = json.loads((folder / "config.json").read_text())
+    config.pop("rope_parameters")
+    config |= {"rope_theta": 5e5, "rope_scaling": {**LLAMA3_ROPE, "original_max_position_embeddings": 64}}
+    (folder / "config.json").write_text(json.dumps(config))
+    family = family_of("llama")
+    kept = parse(ModelShape, shape_from_config(folder), source="config")
+    assert config_differences(folder, family, kept) == []
+    assert family.config(kept).rope_parameters["factor"] == 8.0
+    lost = kept.model_copy(update={"config_values": None})
+    (difference,) = config_differences(folder, family, lost)
+    assert difference.startswith("rope_parameters is {")
+
+
+def test_a_window_that_the_file_switches_off_stays_off(tmp_path: Path) -> None:
+    plain_model(case_of("mistral", "").recipe).save_pretrained(tmp_path)
+    config = json.loads((tmp_path / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps(config | {"sliding_window": None}))
+    shape = parse(ModelShape, shape_from_config(tmp_path), source="config")
+    assert family_of("mistral").config(shape).sliding_window is None
+    assert config_differences(tmp_path, family_of("mistral"), shape) == []
+    assert (
+        "sliding_window is None"
+        in config_differences(tmp_path, family_of("mistral"), case_of("mistral", "").recipe.model)[0]
+    )
