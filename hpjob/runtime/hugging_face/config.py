@@ -56,4 +56,16 @@ def written_config(family: Family, shape: ModelShape, dtype: torch.dtype, token_
 
 
 def _decisive(config: Any) -> dict[str, Any]:
-    return {name: value for name, value in config.to_dict().items() if name not in NOT_COMPUTED_WITH}
+    """Return what decides the computation, in one form where there are several.
+
+    A config keeps whatever a file says; what its class does not know is not computed with.
+    """
+    known = type(config)().to_dict().keys() - NOT_COMPUTED_WITH
+    values = {name: value for name, value in config.to_dict().items() if name in known}
+    values["head_dim"] = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    unused = []
+    if values.get("use_sliding_window") is False:
+        unused += ["sliding_window", "max_window_layers"]
+    if set(values.get("layer_types") or ()) <= {"full_attention"}:
+        unused += ["layer_types"]
+    return {name: value for name, value in values.items() if name not in unused}

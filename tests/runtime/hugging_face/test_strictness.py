@@ -157,3 +157,14 @@ def test_a_window_that_the_file_switches_off_stays_off(tmp_path: Path) -> None:
         "sliding_window is None"
         in config_differences(tmp_path, family_of("mistral"), case_of("mistral", "").recipe.model)[0]
     )
+
+
+def test_what_published_files_leave_out_or_say_without_effect_is_no_difference(tmp_path: Path) -> None:
+    """As files of Qwen2.5 do: no head_dim, and a window that is not used."""
+    shape = case_of("qwen2", "").recipe.model
+    config = {"model_type": "qwen2", **shape.model_dump(exclude={"model_type", "config_values", "head_dim"})}
+    config |= {"use_sliding_window": False, "sliding_window": 131072, "max_window_layers": 3, "use_mrope": False}
+    (tmp_path / "config.json").write_text(json.dumps({k: v for k, v in config.items() if v is not None}))
+    assert config_differences(tmp_path, family_of("qwen2"), shape) == []
+    named = parse(ModelShape, shape_from_config(tmp_path), source="config")
+    assert config_differences(tmp_path, family_of("qwen2"), named) == []
