@@ -38,7 +38,9 @@ def case_of(model: str, layout: str) -> Case:
 def plain_model(recipe: Recipe) -> Any:
     """Return a transformers model with random weights, norms included."""
     torch.manual_seed(5)
-    model = AutoModelForCausalLM.from_config(family_of(recipe.model.model_type).config(recipe.model))
+    config = family_of(recipe.model.model_type).config(recipe.model)
+    config.pad_token_id = None  # some families have one beyond the small vocabulary
+    model = AutoModelForCausalLM.from_config(config)
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.add_(torch.randn_like(parameter) * 0.05)
