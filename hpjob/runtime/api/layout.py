@@ -142,6 +142,7 @@ def _parallel(p: PluginParameters) -> dict[str, Any]:
         "zero_shard_size",
         "cpu_offload",
         "precision",
+        "use_fp8",
         "initial_scale",
     )
     has_batch = p.num_microbatches is not None or p.microbatch_size is not None

@@ -20,6 +20,7 @@ class PluginParameters(Persisted):
     sp_size: PositiveInt | None = None
     ep_size: PositiveInt = 1
     precision: Precision = "fp16"
+    use_fp8: bool = False
     zero_stage: Literal[0, 1, 2, 3] = 0
     zero_shard_size: PositiveInt | None = None
     cpu_offload: bool = False
@@ -49,7 +50,6 @@ class PluginParameters(Persisted):
     communication_dtype: Any = None
     custom_policy: Any = None
     fp8_communication: bool = False
-    use_fp8: bool = False
 
     broadcast_buffers: bool = True
     ddp_bucket_cap_mb: int = 25
@@ -69,15 +69,13 @@ class PluginParameters(Persisted):
 
 
 _FIXED_LOSS_SCALE = "the loss scale of fp16 moves as it does by default: only initial_scale can be set"
-_FP8 = "the runtime computes and communicates in bf16, fp16 and fp32 only"
 REFUSED_UNLESS_DEFAULT = {
     **dict.fromkeys(
         ("min_scale", "max_scale", "growth_factor", "backoff_factor", "growth_interval"), _FIXED_LOSS_SCALE
     ),
     "communication_dtype": "gradients are reduced in fp32; there is no other type to choose",
     "custom_policy": "a further model family is an entry in a table, see docs/add-a-model.md",
-    "fp8_communication": _FP8,
-    "use_fp8": _FP8,
+    "fp8_communication": "messages are in the precision of the layers, sums of gradients in fp32",
 }
 """Parameters whose other values would change what is computed; and why they are refused."""
 

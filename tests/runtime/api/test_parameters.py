@@ -26,7 +26,7 @@ def _refusal(**settings: Any) -> UserInputError:
         (dict(precision="int8"), "expected 'bf16', 'fp16' or 'fp32', found 'int8'", ""),
         (dict(zero_stage=4), "zero_stage: expected 0, 1, 2 or 3, found 4", ""),
         (dict(tp_size=0), "tp_size: expected more than 0", ""),
-        (dict(use_fp8=True), "use_fp8=True is not supported", ""),
+        (dict(fp8_communication=True), "fp8_communication=True is not supported", ""),
         (dict(custom_policy=object()), "is not supported: a further model family is an entry", ""),
         (dict(min_scale=2.0), "only initial_scale can be set", ""),
         (dict(sp_size=2), "sp_size=2 needs enable_sequence_parallelism=True", ""),
@@ -52,7 +52,7 @@ def test_each_broken_rule_is_a_sentence(settings: dict[str, Any], sentence: str,
 
 
 def test_all_broken_rules_come_at_once() -> None:
-    assert len(_refusal(use_fp8=True, sp_size=2, pp_size=2).message.splitlines()) == 3
+    assert len(_refusal(fp8_communication=True, sp_size=2, pp_size=2).message.splitlines()) == 3
 
 
 def test_what_has_no_effect_is_said() -> None:
