@@ -7,6 +7,8 @@ from dataclasses import dataclass
 from hpjob.plan.layout import Layout
 from hpjob.plan.model import Plan
 from hpjob.plan.shape import Shape
+from hpjob.recipe.config_json import KNOWN_FAMILIES
+from hpjob.recipe.model import ModelShape
 
 
 @dataclass(frozen=True, slots=True)
@@ -19,11 +21,28 @@ class RuntimeCapabilities:
     recompute: tuple[str, ...] = ("none", "selective", "full")
     max_ep: int = 1024
     cpu_offload: bool = True
-    families: tuple[str, ...] = ("llama", "mistral", "qwen2", "qwen3", "gemma", "mixtral", "qwen3_moe")
+    families: tuple[str, ...] = KNOWN_FAMILIES
+    expert_families: tuple[str, ...] = ("mixtral", "qwen3_moe")
     precisions: tuple[str, ...] = ("bf16", "fp16", "fp32")
 
 
 RUNTIME = RuntimeCapabilities()
+_EXPERT_FIELDS = ("num_experts", "num_experts_per_tok", "moe_intermediate_size")
+
+
+def model_problems(model: ModelShape, capabilities: RuntimeCapabilities = RUNTIME) -> list[str]:
+    """Return what contradicts itself in a model of a family that the runtime has, as sentences."""
+    family = model.model_type
+    if family not in capabilities.families:
+        return []
+    experts, chosen = model.num_experts, model.num_experts_per_tok
+    if family not in capabilities.expert_families:
+        has_them = ", ".join(capabilities.expert_families)
+        asked = [name for name in _EXPERT_FIELDS if getattr(model, name) is not None]
+        return [f"{family} models have no experts, but {', '.join(asked)} is set ({has_them} have)"] if asked else []
+    if experts is None or chosen is None:
+        return [f"{family} needs num_experts and num_experts_per_tok"]
+    return [f"num_experts_per_tok {chosen} is more than num_experts {experts}"] if chosen > experts else []
 
 
 def problems(shape: Shape, layout: Layout, world_size: int) -> list[str]:
@@ -95,7 +114,7 @@ def _sequence_problems(shape: Shape, layout: Layout) -> list[str]:
     """Sequences that do not divide are padded, so their length breaks no rule."""
     mode, sp, tp = layout.sequence_mode, layout.sp, layout.tp
     if mode is None:
-        return [f"sp {sp} needs a sequence parallelism mode"] if sp > 1 else []
+        return [f"sp {sp} needs sequence parallelism: all_to_all or ring_attn"] if sp > 1 else []
     if layout.sharded_norms:
         found = [f"{mode} shares the TP group, so tp must be above 1"] if tp == 1 else []
         return found + ([f"{mode} has no axis of its own, so sp must be 1, not {sp}"] if sp > 1 else [])

@@ -6,7 +6,7 @@ from hpjob.core.errors import UserInputError
 from hpjob.plan.constants import held_out_error
 from hpjob.plan.hardware import Hardware, hardware_of
 from hpjob.plan.layout import split_layers
-from hpjob.plan.legality import RUNTIME, unsupported_layout
+from hpjob.plan.legality import RUNTIME, model_problems, unsupported_layout
 from hpjob.plan.memory import memory_limit_gib, rank_memory
 from hpjob.plan.model import ParallelDegrees, Pipeline, Plan, TimeEstimate
 from hpjob.plan.placement import place
@@ -37,6 +37,12 @@ def make_plan(recipe: Recipe, topology: Topology, *, gpus_per_node: int | None =
         UserInputError: Fixed values contradict each other or the nodes.
         NothingFitsError: Every legal layout needs more memory than a GPU has.
     """
+    contradictions = model_problems(recipe.model)
+    if contradictions:
+        raise UserInputError(
+            "\n".join(f"recipe {recipe.name}: {problem}" for problem in contradictions),
+            hint="correct the model section of the recipe",
+        )
     machine, warnings = _machine(topology)
     per_node = _ranks_per_node(recipe, topology, machine, gpus_per_node)
     machine, found_links = _with_seen_links(machine, topology)

@@ -3,29 +3,25 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from math import log2
 
 from hpjob.core.errors import HpjobError, NothingFitsError, UserInputError
+from hpjob.plan.broken_rules import broken_rules
 from hpjob.plan.enumeration import legal_layouts
-from hpjob.plan.layout import Layout
-from hpjob.plan.legality import problems
 from hpjob.plan.memory import rank_memory, worst_total_gib
+from hpjob.plan.nearest import LAYOUT_FIELDS, SHARDING_FIELDS, nearest_layouts
 from hpjob.plan.problem import Problem
 from hpjob.plan.search import Candidate
 from hpjob.recipe.model import ParallelSettings
-
-_DEGREES = ("tp_size", "pp_size", "sp_size")
-_BATCHES = ("num_microbatches", "microbatch_size")
-_LAYOUT_FIELDS = (*_DEGREES, *_BATCHES, "ep_size", "pp_style", "num_model_chunks", "sequence_parallelism_mode")
-_SHARDING = ("zero_shard_size", "cpu_offload")
 
 
 def no_legal_layout(problem: Problem, recipe: str) -> HpjobError:
     """Return the error for fixed values that no legal layout keeps."""
     s = problem.settings
     fixed = [f"{name}={getattr(s, name)}" for name in ParallelSettings.model_fields if _is_fixed(s, name)]
-    why = _degree_reasons(problem) or _layout_reasons(problem)
-    nearby = _nearest_layouts(problem)
+    why = broken_rules(problem) or [
+        f"global batch {problem.global_batch} does not spread evenly over any dp and microbatch size"
+    ]
+    nearby = nearest_layouts(problem)
     message = (
         f"recipe {recipe}: no legal layout for {problem.world_size} ranks with {', '.join(fixed) or 'these sizes'}"
     )
@@ -37,83 +33,7 @@ def no_legal_layout(problem: Problem, recipe: str) -> HpjobError:
 
 def _is_fixed(s: ParallelSettings, name: str) -> bool:
     value = getattr(s, name)
-    return (name in _LAYOUT_FIELDS and value != "auto") or (name in _SHARDING and value not in (None, False))
-
-
-def _fixed_or(s: ParallelSettings, name: str, default: int) -> int:
-    value = getattr(s, name)
-    return value if isinstance(value, int) else default
-
-
-def _degree_reasons(problem: Problem) -> list[str]:
-    s, world = problem.settings, problem.world_size
-    tp, pp, sp = (_fixed_or(s, name, 1) for name in _DEGREES)
-    if world % (tp * pp * sp):
-        parts = [f"{label} {value}" for label, value in (("tp", tp), ("pp", pp), ("sp", sp)) if value > 1]
-        product = f" = {tp * pp * sp}" if len(parts) > 1 else ""
-        return [f"{' x '.join(parts)}{product} does not divide the world size {world}"]
-    dp = world // (tp * pp * sp)
-    all_degrees_fixed = all(getattr(s, name) != "auto" for name in _DEGREES)
-    m, b = s.num_microbatches, s.microbatch_size
-    if not all_degrees_fixed:
-        return []
-    if problem.global_batch % dp:
-        return [f"global batch {problem.global_batch} does not divide by dp {dp}"]
-    per_rank = problem.global_batch // dp
-    if isinstance(m, int) and isinstance(b, int) and m * b != per_rank:
-        return [f"dp {dp} x {m} microbatches x {b} = {dp * m * b} is not the global batch {problem.global_batch}"]
-    for count, what in ((m, "microbatches"), (b, "sequences a microbatch")):
-        if isinstance(count, int) and per_rank % count:
-            return [f"global batch {problem.global_batch} over dp {dp} = {per_rank} does not divide by {count} {what}"]
-    return []
-
-
-def _layout_reasons(problem: Problem) -> list[str]:
-    """Rules broken by the layout that the fixed values ask for, with ones and defaults elsewhere."""
-    s = problem.settings
-    tp, pp, sp = (_fixed_or(s, name, 1) for name in _DEGREES)
-    dp = max(1, problem.world_size // (tp * pp * sp))
-    microbatch = _fixed_or(s, "microbatch_size", 1)
-    style = "1f1b" if s.pp_style == "auto" else s.pp_style
-    default_chunks = 1 if style == "1f1b" else 2
-    mode = None if s.sequence_parallelism_mode == "auto" else s.sequence_parallelism_mode
-    layout = Layout(
-        tp=tp,
-        pp=pp,
-        dp=dp,
-        sp=sp,
-        ep=_fixed_or(s, "ep_size", 1),
-        num_microbatches=_fixed_or(s, "num_microbatches", max(1, problem.global_batch // (dp * microbatch))),
-        microbatch=microbatch,
-        seq=problem.seq,
-        sequence_mode=mode,
-        style=style,
-        chunks=_fixed_or(s, "num_model_chunks", default_chunks),
-        zero=1 if s.zero_stage == "auto" else s.zero_stage,
-        zero_shard=s.zero_shard_size,
-        cpu_offload=s.cpu_offload,
-    )
-    found = problems(problem.shape, layout, problem.world_size)
-    return found or [f"global batch {problem.global_batch} does not spread evenly over any dp and microbatch size"]
-
-
-def _nearest_layouts(problem: Problem) -> list[str]:
-    s = problem.settings
-    wanted = {name: getattr(s, name) for name in _DEGREES if getattr(s, name) != "auto"}
-    free: dict[str, object] = {name: "auto" for name in (*_DEGREES, "ep_size", "pp_style", "num_model_chunks")}
-    free |= {"zero_stage": "auto", "zero_shard_size": None, "cpu_offload": False}
-    free |= {"num_microbatches": "auto", "microbatch_size": "auto", "sequence_parallelism_mode": "auto"}
-    relaxed = replace(problem, settings=s.model_copy(update=free))
-    seen: dict[tuple[int, int, int, int], float] = {}
-    for layout in legal_layouts(relaxed):
-        sizes = {"tp_size": layout.tp, "pp_size": layout.pp, "sp_size": layout.sp}
-        distance = sum(abs(log2(sizes[name] / value)) for name, value in wanted.items())
-        if isinstance(s.microbatch_size, int):
-            distance += 0.5 * abs(log2(layout.microbatch / s.microbatch_size))
-        key = (layout.tp, layout.pp, layout.dp, layout.microbatch)
-        seen[key] = min(seen.get(key, distance), distance)
-    best = sorted(seen, key=lambda key: (seen[key], key))[:3]
-    return [f"tp {tp} · pp {pp} · dp {dp} with microbatches of {b}" for tp, pp, dp, b in best]
+    return (name in LAYOUT_FIELDS and value != "auto") or (name in SHARDING_FIELDS and value not in (None, False))
 
 
 def nothing_fits(problem: Problem, least: Candidate, limit_gib: float, recipe: str, num_nodes: int) -> NothingFitsError:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import Annotated, Literal
 
-from pydantic import BeforeValidator, Field, PlainSerializer, model_validator
+from pydantic import BeforeValidator, Field, JsonValue, PlainSerializer, model_validator
 
 from hpjob.core.quantity import parse_duration_s
 from hpjob.core.schema import Persisted
@@ -46,6 +46,8 @@ class ModelShape(Persisted):
     num_experts_per_tok: PositiveInt | None = None
     moe_intermediate_size: PositiveInt | None = None
     """Width of one expert; None = ``intermediate_size``."""
+    config_values: dict[str, JsonValue] | None = None
+    """Further values of the config, handed to transformers as they are: scaled rotary bases, sliding windows."""
 
     @model_validator(mode="after")
     def _heads_divide(self) -> ModelShape:
@@ -91,6 +93,8 @@ class DataSettings(Persisted):
     """Folder with ``tokens.bin`` and ``meta.json``; required to submit, not to plan."""
     seq_length: PositiveInt
     seed: int = 1234
+    pack_documents: bool = False
+    """Tokens see only their own document, and positions begin anew with each; False = a sample is one text."""
 
 
 class OptimizerSettings(Persisted):
@@ -114,6 +118,8 @@ class TrainingSettings(Persisted):
     """Sequences a step over all data-parallel ranks and microbatches."""
     steps: PositiveInt
     seed: int = 42
+    initial_weights: str | None = None
+    """Hugging Face folder to start from; None = random weights."""
     log_every: PositiveInt = 1
     deterministic: bool = False
 

@@ -29,11 +29,11 @@ from hpjob.runtime.parallel.data import COMPUTE_DTYPE, GradientSync, needs_fsdp,
 from hpjob.runtime.parallel.fp8 import Fp8Product
 from hpjob.runtime.parallel.tensor_region import TensorRegion
 from hpjob.runtime.parallel.vocabulary import IGNORED_LABEL
-from hpjob.runtime.pipeline.executor import Microbatch, PipelineExecutor
+from hpjob.runtime.pipeline.executor import Head, Microbatch, PipelineExecutor
 from hpjob.runtime.pipeline.schedule import Schedule, build_schedule
 from hpjob.runtime.pipeline.transport import Transport
 from hpjob.runtime.sequence.attention_interface import describe_attention
-from hpjob.runtime.sequence.sequence_split import sequence_split
+from hpjob.runtime.sequence.sequence_split import SequenceSplit, sequence_split
 from hpjob.runtime.support import refuse_unsupported
 from hpjob.runtime.weight_gradients import WeightGradientQueue
 
@@ -132,8 +132,13 @@ class Engine:
         loss, num_tokens = self.accumulate_gradients(batch)
         return self.apply_gradients(loss, num_tokens, step)
 
-    def accumulate_gradients(self, batch: Batch) -> tuple[Tensor, Tensor]:
+    def accumulate_gradients(self, batch: Batch, head: Head | None = None) -> tuple[Tensor, Tensor]:
         """Run forward and backward of all microbatches; gradients are then whole and not clipped.
+
+        Args:
+            batch: This data-parallel rank's sequences.
+            head: Makes the loss of a microbatch; gradients are of its mean over all microbatches of all
+                data-parallel ranks then. None = the mean token loss.
 
         Returns:
             This rank's part of the mean loss (fp64, to be summed over all ranks) and the number of valid
@@ -144,7 +149,7 @@ class Engine:
             item.clear_gradient()
         num_tokens = self._count_tokens(batch)
         microbatches = list(self._microbatches(batch))
-        loss = self._executor.run(microbatches, self.gradient_scale / num_tokens.clamp(min=1).float())
+        loss = self._executor.run(microbatches, self.gradient_scale / self._divisor(num_tokens, head), head)
         partial = [p for p in self.parameters if p.partial_over_tp]
         sum_gradients(partial, self._mesh.group(Axis.TP), self._device)
         if self._recipe.model.tie_word_embeddings:
@@ -170,17 +175,19 @@ class Engine:
         figures = torch.stack([sums[0], norm, num_tokens.double()]).tolist()
         return StepResult(loss=figures[0], grad_norm=figures[1], num_tokens=int(figures[2]), lr=lr, updated=updates)
 
-    def evaluate(self, batch: Batch) -> tuple[float, int]:
+    def evaluate(self, batch: Batch, head: Head | None = None) -> tuple[float, int]:
         """Return the mean token loss of a batch, and its number of valid tokens, without training on it.
 
         Args:
             batch: Any number of sequences, as many on every data-parallel rank.
+            head: Takes the logits of each microbatch, the last of which may be a filler; the loss means nothing then.
         """
         size = self._plan.pipeline.microbatch_size
         batch = _fill_up(batch, -len(batch.input_ids) % size)
         self._check_shape(batch, len(batch.input_ids) // size)
         num_tokens = self._count_tokens(batch)
-        loss = self._executor.evaluate(list(self._microbatches(batch)), 1.0 / num_tokens.clamp(min=1).float())
+        microbatches = list(self._microbatches(batch))
+        loss = self._executor.evaluate(microbatches, 1.0 / self._divisor(num_tokens, head), head)
         total = self._counted_part(loss, 1.0)
         dist.all_reduce(total)
         return total.item(), int(num_tokens.item())
@@ -208,6 +215,21 @@ class Engine:
             self.optimizer.load_state_dict(state)
             if self.loss_scale is not None:
                 self.loss_scale.load_state_dict(state)
+
+    @property
+    def mesh(self) -> Mesh:
+        """Groups and coordinates of this rank."""
+        return self._mesh
+
+    @property
+    def split(self) -> SequenceSplit:
+        """Which part of every sequence this rank works on."""
+        return self._split
+
+    @property
+    def has_last_stage(self) -> bool:
+        """Whether losses and logits are made on this rank."""
+        return self._schedule.stage_rank[-1] == self._rank
 
     @property
     def gradient_scale(self) -> float:
@@ -255,6 +277,12 @@ class Engine:
         return self.transport_class(
             self._schedule, self._mesh, shape=shape, dtype=COMPUTE_DTYPE[plan.precision], device=self._device
         )
+
+    def _divisor(self, num_tokens: Tensor, head: Head | None) -> Tensor:
+        """What the losses of all microbatches are divided by."""
+        if head is None:
+            return num_tokens.clamp(min=1).float()
+        return torch.full_like(num_tokens, self._mesh.dp_size * self._plan.pipeline.num_microbatches).float()
 
     def _counted_part(self, loss: Tensor | None, scale: float) -> Tensor:
         """This rank's part of the loss, once per tensor-parallel group."""

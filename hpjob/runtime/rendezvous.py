@@ -156,7 +156,7 @@ def meet(rank: Rank, timeouts: Timeouts) -> TCPStore:
     Raises:
         PeerLostError: Rank 0 did not publish its store in time.
     """
-    _stay_on_loopback(rank.master_addr, os.environ)
+    stay_on_loopback(rank.master_addr, os.environ)
     timeout = timedelta(seconds=timeouts.setup_s)
     return _open_store(rank, timeout) if rank.rank == 0 else _find_store(rank, timeout)
 
@@ -208,7 +208,7 @@ def _find_store(rank: Rank, timeout: timedelta) -> TCPStore:
     return TCPStore(str(document["host"]), int(document["port"]), None, False, timeout)
 
 
-def _stay_on_loopback(address: str, env: MutableMapping[str, str]) -> None:
+def stay_on_loopback(address: str, env: MutableMapping[str, str]) -> None:
     """Keep a run whose ranks all share one host off its network cards."""
     try:
         loopback = address == "localhost" or ipaddress.ip_address(address).is_loopback

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
+from pathlib import Path
 
 import torch
 
@@ -18,6 +19,7 @@ from hpjob.runtime.engine import Engine
 from hpjob.runtime.failures import FailureReporter
 from hpjob.runtime.health.loss_watch import LossWatch, read_history
 from hpjob.runtime.health.start import StartChecks, usable_device, watch_peers
+from hpjob.runtime.hugging_face.load import load_weights
 from hpjob.runtime.loop import Training, TrainLoop
 from hpjob.runtime.mesh import build_mesh
 from hpjob.runtime.rank import Rank
@@ -117,6 +119,7 @@ class Session:
         manifest = find_checkpoint(self._checkpoints, identity, self._report_damage)
         if manifest is None:
             torch.manual_seed(self._recipe.training.seed)
+            self._load_initial_weights(engine)
             return None
         self._records.event("loading", step=manifest.step)
         started = time.perf_counter()
@@ -126,6 +129,13 @@ class Session:
         self._records.event("resumed", step=manifest.step, saved_by_plan=manifest.plan, duration_s=duration)
         log.info("resumed from the checkpoint of step %d (%s) in %.2f s", manifest.step, manifest.plan, duration)
         return manifest
+
+    def _load_initial_weights(self, engine: Engine) -> None:
+        folder = self._recipe.training.initial_weights
+        if folder is None:
+            return
+        self._records.event("loading-weights", folder=folder)
+        load_weights(Path(folder), self._recipe.model, engine.parameters)
 
     def _report_damage(self, step: int, problem: str) -> None:
         self._records.event("checkpoint-damaged", step=step, reason=problem)

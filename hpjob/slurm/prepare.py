@@ -18,6 +18,7 @@ from hpjob.plan.planner import make_plan
 from hpjob.recipe.data_files import check_token_files
 from hpjob.recipe.load import load_recipe
 from hpjob.recipe.model import Recipe
+from hpjob.recipe.weight_files import check_weight_files
 from hpjob.slurm.checks import check_against_site, check_save_window, find_partition
 from hpjob.slurm.continuation import decide_chain, preemption, shared_folder_note, window_note
 from hpjob.slurm.lead import bound_loss, expected_save_s, signal_lead_s
@@ -230,8 +231,14 @@ def _recipe(request: Request) -> Recipe:
                 f"--time {request.time!r} is no clear duration", hint="write --time 90m, 12h, 12:00:00 or 1-12:00:00"
             ) from None
     data = {"path": os.path.abspath(recipe.data.path)} if recipe.data.path else {}  # noqa: PTH100 (keeps links)
+    start = recipe.training.initial_weights
+    training = {"initial_weights": os.path.abspath(start)} if start else {}  # noqa: PTH100
     return recipe.model_copy(
-        update={"job": recipe.job.model_copy(update=job), "data": recipe.data.model_copy(update=data)}
+        update={
+            "job": recipe.job.model_copy(update=job),
+            "data": recipe.data.model_copy(update=data),
+            "training": recipe.training.model_copy(update=training),
+        }
     )
 
 
@@ -252,6 +259,8 @@ def _check_runnable(request: Request, recipe: Recipe, plan: Plan) -> list[str]:
             hint="change the values named with --set; `hpjob plan` shows other layouts",
         )
     notes = [f"the runtime cannot run this plan yet: {problem}" for problem in problems]
+    if recipe.training.initial_weights:
+        check_weight_files(recipe.training.initial_weights, recipe.model)
     try:
         check_token_files(
             recipe.data.path, recipe.model.vocab_size, recipe.data.seq_length, recipe.training.global_batch_size

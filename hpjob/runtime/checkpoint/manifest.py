@@ -62,6 +62,8 @@ def fingerprint(recipe: Recipe, tokens_sha256: str) -> dict[str, Scalar]:
         "data": recipe.data.model_dump(mode="json", include={"seq_length", "seed"}),
     }
     flat: dict[str, Scalar] = {"data.tokens_sha256": tokens_sha256}
+    # None where it is off, as in checkpoints that do not have this value.
+    flat["data.pack_documents"] = recipe.data.pack_documents or None
     for section, values in sections.items():
         for name, value in values.items():
             flat[f"{section}.{name}"] = value if isinstance(value, str | int | float | None) else repr(value)

@@ -32,6 +32,7 @@ class TokenDataset:
         self.seq_length = recipe.data.seq_length
         self.global_batch_size = recipe.training.global_batch_size
         self.seed = recipe.data.seed
+        self.pack_documents = recipe.data.pack_documents
         self.meta: TokenFilesMeta = check_token_files(
             recipe.data.path, recipe.model.vocab_size, self.seq_length, self.global_batch_size
         )

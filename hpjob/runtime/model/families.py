@@ -27,6 +27,16 @@ class Placement(StrEnum):
     ROW = "row"
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ExpertNames:
+    """What files of one tensor an expert call a layer's block of experts, and the parts of each expert."""
+
+    block: str
+    gate: str
+    up: str
+    down: str
+
+
 def no_further_values(_: ModelShape) -> Mapping[str, object]:
     """Most families have no config values beyond the common ones."""
     return {}
@@ -44,6 +54,7 @@ class Family:
         head_norms: Norms of single attention heads: they act on the heads of this rank, so their gradients are
             this rank's share.
         expert_block: Module with a router and experts, which every tensor-parallel rank computes on whole sequences.
+        expert_names: Of files with one tensor an expert, as they are published; needed with ``expert_block``.
         scales_embedding: Token embeddings are multiplied by the root of the hidden size.
         norm_start: Initial gain of norms; 0 where the module adds one to it.
         config_values: Further arguments of the config, from the shape.
@@ -55,6 +66,7 @@ class Family:
     parallel_blocks: tuple[str, ...] = ("self_attn", "mlp")
     head_norms: tuple[str, ...] = ()
     expert_block: str | None = None
+    expert_names: ExpertNames | None = None
     scales_embedding: bool = False
     norm_start: float = 1.0
     config_values: Callable[[ModelShape], Mapping[str, object]] = no_further_values
@@ -76,7 +88,10 @@ class Family:
             "tie_word_embeddings": shape.tie_word_embeddings,
             "use_cache": False,
         }
-        return getattr(module, f"{self.class_prefix}Config")(**{**values, **self.config_values(shape)})
+        values |= {**self.config_values(shape), **(shape.config_values or {})}
+        # The recipe's base also holds where the way it is scaled comes from a file.
+        values["rope_parameters"] = {**values["rope_parameters"], "rope_theta": shape.rope_theta}
+        return getattr(module, f"{self.class_prefix}Config")(**values)
 
     def layer(self, config: Any, index: int) -> nn.Module:
         """Return one decoder layer on the current default device."""
@@ -136,6 +151,7 @@ _ENTRIES = (
     Family(model_type="mistral", class_prefix="Mistral", placements=_GATED_DECODER),
     Family(model_type="qwen2", class_prefix="Qwen2", placements=_GATED_DECODER),
     Family(model_type="qwen3", class_prefix="Qwen3", placements=_GATED_DECODER, head_norms=_HEAD_NORMS),
+    Family(model_type="smollm3", class_prefix="SmolLM3", placements=_GATED_DECODER),
     Family(model_type="gemma", class_prefix="Gemma", placements=_GATED_DECODER, scales_embedding=True, norm_start=0.0),
     Family(
         model_type="mixtral",
@@ -143,6 +159,7 @@ _ENTRIES = (
         placements=_ATTENTION,
         parallel_blocks=("self_attn",),
         expert_block="mlp",
+        expert_names=ExpertNames(block="block_sparse_moe", gate="w1", up="w3", down="w2"),
         config_values=_mixtral_values,
     ),
     Family(
@@ -152,6 +169,7 @@ _ENTRIES = (
         parallel_blocks=("self_attn",),
         head_norms=_HEAD_NORMS,
         expert_block="mlp",
+        expert_names=ExpertNames(block="mlp", gate="gate_proj", up="up_proj", down="down_proj"),
         config_values=_qwen3_moe_values,
     ),
 )

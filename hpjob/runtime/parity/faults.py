@@ -50,8 +50,10 @@ def _unscaled_accumulation() -> Any:
     """Add microbatches up as if each were the whole batch."""
     run = executor.PipelineExecutor.run
 
-    def unscaled(self: executor.PipelineExecutor, microbatches: Any, loss_scale: Tensor) -> Tensor | None:
-        return run(self, microbatches, loss_scale * len(microbatches))
+    def unscaled(
+        self: executor.PipelineExecutor, microbatches: Any, loss_scale: Tensor, head: Any = None
+    ) -> Tensor | None:
+        return run(self, microbatches, loss_scale * len(microbatches), head)
 
     return patch.object(executor.PipelineExecutor, "run", unscaled)
 

@@ -92,12 +92,12 @@ class _Scale:
 def _model(recipe: Recipe) -> nn.Module:
     shape: ModelShape = recipe.model
     experts = {"num_experts", "num_experts_per_tok", "moe_intermediate_size"}
-    settings = shape.model_dump(exclude={"model_type", "rope_theta", *experts})
-    settings |= {"head_dim": shape.attention_head_dim, **_expert_settings(shape)}
+    settings = shape.model_dump(exclude={"model_type", "rope_theta", "config_values", *experts})
+    settings |= {"head_dim": shape.attention_head_dim, **_expert_settings(shape), **(shape.config_values or {})}
     # Token 0 is a token like any other here, also where the family takes it for padding.
     settings["pad_token_id"] = None
     rope = {"rope_type": "default", "rope_theta": shape.rope_theta}
-    config = AutoConfig.for_model(shape.model_type, rope_parameters=rope, use_cache=False, **settings)
+    config = AutoConfig.for_model(shape.model_type, **{"rope_parameters": rope, "use_cache": False, **settings})
     model: nn.Module = AutoModelForCausalLM.from_config(config, dtype=torch.float32, attn_implementation="sdpa")
     with torch.no_grad():
         for name, parameter in model.named_parameters():

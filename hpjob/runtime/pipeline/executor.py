@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -30,6 +31,20 @@ class Microbatch:
     labels: Tensor
     position_ids: Tensor
     document_ids: Tensor | None = None
+
+
+class Head(Protocol):
+    """What comes after the logits, where it is not the sum of the token losses."""
+
+    def __call__(self, stage: DecoderStage, logits: Tensor, microbatch: Microbatch, number: int) -> Tensor:
+        """Return a scalar.
+
+        Args:
+            stage: The last one.
+            logits: As it returns them.
+            microbatch: This rank's part of its sequences.
+            number: Of the microbatch, from 0.
+        """
 
 
 @dataclass(slots=True)
@@ -70,18 +85,20 @@ class PipelineExecutor:
         self._transport = transport
         self._handed: dict[Action, Tensor] = {}
         self._loss_sum: Tensor | None = None
+        self._head: Head | None = None
 
-    def run(self, microbatches: Sequence[Microbatch], loss_scale: Tensor) -> Tensor | None:
+    def run(self, microbatches: Sequence[Microbatch], loss_scale: Tensor, head: Head | None = None) -> Tensor | None:
         """Accumulate the gradients of one step.
 
         Args:
             microbatches: As many as the schedule has; equal on all ranks of a pipeline.
             loss_scale: Scalar tensor that multiplies the summed loss: one over the global number of tokens.
+            head: Makes a loss of the logits; None = the sum of the token losses.
 
         Returns:
             The scaled loss of these microbatches on the rank of the last stage, else None.
         """
-        self._loss_sum = None
+        self._loss_sum, self._head = None, head
         for state in self._stages.values():
             state.backwards_left = self._schedule.num_microbatches
         self._transport.begin_step()
@@ -97,9 +114,11 @@ class PipelineExecutor:
         self._transport.end_step()
         return self._loss_sum
 
-    def evaluate(self, microbatches: Sequence[Microbatch], loss_scale: Tensor) -> Tensor | None:
+    def evaluate(
+        self, microbatches: Sequence[Microbatch], loss_scale: Tensor, head: Head | None = None
+    ) -> Tensor | None:
         """Run forward passes alone, over any number of microbatches; arguments and result as of :meth:`run`."""
-        self._loss_sum = None
+        self._loss_sum, self._head = None, head
         schedule = forward_only(self._schedule, len(microbatches))
         self._transport.begin_step(schedule)
         with torch.no_grad():
@@ -151,7 +170,11 @@ class PipelineExecutor:
         inputs = microbatch.input_ids if received is None else received
         output = state.module(inputs, microbatch.position_ids, microbatch.document_ids)
         if state.module.part.is_last:
-            output = state.module.loss_sum(output, microbatch.labels) * loss_scale
+            if self._head is None:
+                loss_sum = state.module.loss_sum(output, microbatch.labels)
+            else:
+                loss_sum = self._head(state.module, output, microbatch, action.microbatch)
+            output = loss_sum * loss_scale
             loss = output.detach()
             self._loss_sum = loss if self._loss_sum is None else self._loss_sum + loss
         else:

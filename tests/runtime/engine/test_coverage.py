@@ -28,7 +28,7 @@ def test_the_grid_has_all_values_in_worlds_up_to_eight() -> None:
         "zero": {0, 1, 2, 3},
         "recompute": {"none", "selective", "full"},
         "precision": {"fp32", "bf16", "fp16"},
-        "family": {"llama", "mistral", "qwen2", "qwen3", "gemma", "mixtral", "qwen3_moe"},
+        "family": {"llama", "mistral", "qwen2", "qwen3", "smollm3", "gemma", "mixtral", "qwen3_moe"},
     }
     for name, expected in wanted.items():
         assert {traits(case)[name] for case in GRID} == expected

@@ -1,0 +1,1 @@
+"""Hugging Face folders: weights read from them into any layout, and checkpoints exported to them."""

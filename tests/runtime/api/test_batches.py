@@ -1,0 +1,55 @@
+"""Batches in the form of transformers become the engine's: shifted once, padding and borders ignored."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from hpjob.core.errors import UserInputError
+from hpjob.runtime.api.batches import to_batch
+
+IDS = torch.tensor([[5, 6, 7, 8]])
+
+
+def test_labels_are_shifted_and_a_short_sequence_is_filled_up() -> None:
+    batch = to_batch({"input_ids": IDS}, 6)
+    assert batch.input_ids.tolist() == [[5, 6, 7, 8, 0, 0]]
+    assert batch.labels.tolist() == [[6, 7, 8, -100, -100, -100]]
+    assert batch.position_ids.tolist() == [[0, 1, 2, 3, 0, 0]]
+    assert batch.document_ids is None
+    assert torch.equal(to_batch(IDS, 6).labels, batch.labels)
+    assert to_batch(batch, 6) is batch
+
+
+def test_padding_and_ignored_labels_count_nothing() -> None:
+    batch = to_batch({"input_ids": IDS, "attention_mask": torch.tensor([[1, 1, 1, 0]])}, 4)
+    assert batch.labels.tolist() == [[6, 7, -100, -100]]
+    batch = to_batch({"input_ids": IDS, "labels": torch.tensor([[-100, -100, 7, 8]]), "position_ids": None}, 4)
+    assert batch.labels.tolist() == [[-100, 7, 8, -100]]
+
+
+def test_documents_begin_anew() -> None:
+    batch = to_batch({"input_ids": IDS, "document_ids": torch.tensor([[3, 3, 4, 4]])}, 5)
+    assert batch.labels.tolist() == [[6, -100, 8, -100, -100]]
+    assert batch.position_ids.tolist() == [[0, 1, 0, 1, 0]]
+    assert batch.document_ids is not None
+    assert batch.document_ids.tolist() == [[3, 3, 4, 4, -1]]
+
+
+@pytest.mark.parametrize(
+    ("given", "sentence"),
+    [
+        ({"labels": IDS}, "has no input_ids"),
+        ([1, 2], "has no input_ids"),
+        ({"input_ids": IDS, "token_type_ids": IDS}, "'token_type_ids', which no decoder takes"),
+        ({"input_ids": IDS, "labels": IDS[:, :3]}, "has shape (1, 3), input_ids (1, 4)"),
+        ({"input_ids": IDS[0]}, "has shape (4,)"),
+        ({"input_ids": IDS.repeat(1, 2)}, "sequences of 8 tokens are longer than seq_length 6"),
+    ],
+)
+def test_what_does_not_fit_is_said(given: Any, sentence: str) -> None:
+    with pytest.raises(UserInputError) as caught:
+        to_batch(given, 6)
+    assert sentence in caught.value.message
