@@ -48,6 +48,8 @@ class Framework:
     logits_bytes: float
     fragmentation: float
     buffers_gib: float
+    zero3_weight_bytes: float
+    stage_buffers: float
     selective: Literal["attention", "half"]
     slack: float
     sharded_slack: float

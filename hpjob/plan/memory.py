@@ -126,7 +126,9 @@ def rank_bytes(shape: Shape, layout: Layout, pp_rank: int, habits: Framework, *,
     logits_bytes = habits.logits_bytes if layout.precision != "fp32" else 12
     logits = layout.tokens * shape.vocab / layout.tp * logits_bytes if has_head else 0.0
     axes = sum(size > 1 for size in (layout.tp, layout.pp, layout.dp, layout.sp, layout.ep))
-    buckets = habits.buffers_gib if layout.zero else 0.0
+    # Gradients that are summed in fp32 are reduced from that sum, without the buckets of ZeRO.
+    summed = habits.bf16_sum_bytes > 0 and layout.precision == "bf16"
+    buckets = habits.buffers_gib if layout.zero and not summed else 0.0
     fixed = _CPU_PROCESS_GIB if is_cpu else _CONTEXT_GIB + buckets + axes * _COMMUNICATOR_GIB
     reserve = fixed * GIB + (habits.fragmentation - 1.0) * (activations + logits)
     return RankBytes(weights, gradients, optimizer, activations, logits, reserve)
@@ -148,7 +150,9 @@ def _state_bytes(params: float, shards: int, layout: Layout, habits: Framework) 
     """Weights, gradients, and optimizer state with the fp32 master copy."""
     half = layout.precision != "fp32"
     owners = shards if layout.zero >= 1 else 1
-    weights = params * (2 if half else 4) / (shards if layout.zero == 3 else 1)
+    weights = params * (2 if half else 4)
+    if layout.zero == 3:
+        weights = params * habits.zero3_weight_bytes / shards
     if not half and layout.zero in (0, 3):
         # In fp32 the optimizer works on the weights themselves unless ZeRO 1 or 2 keeps a shard beside them.
         weights = 0.0
@@ -174,6 +178,8 @@ def _activation_bytes(shape: Shape, layout: Layout, pp_rank: int, layers: tuple[
     width = (2 if shape.gated else 1) * max(shape.ffn, shape.dense_ffn) / layout.tp + 2 * shape.hidden
     transient = layout.tokens * layout.element_bytes * width
     embedding = layout.tokens * shape.hidden * layout.element_bytes if pp_rank == 0 else 0.0
+    if layout.pp > 1:
+        total += habits.stage_buffers * layout.tokens * shape.hidden * layout.element_bytes
     return total * in_flight(layout, pp_rank) + working + transient + embedding
 
 

@@ -10,6 +10,12 @@ from hpjob.plan.memory import GIB, RankBytes, worst_bytes
 from hpjob.plan.published.rows import Case
 from hpjob.plan.step_time import StepModel
 
+SAFE_FRACTION = 0.86
+"""Of a GPU's memory that a run may be estimated to need: above it the run is expected to fail.
+
+The estimate is a static one; runs of frameworks whose memory was published scatter around it with a standard
+deviation of 6.4 %, and 2.5 of them must fit. Written down while all families were in view."""
+
 
 @dataclass(frozen=True, slots=True)
 class Prediction:
@@ -21,7 +27,8 @@ class Prediction:
 
     @property
     def fits(self) -> bool:
-        return self.memory.total / GIB <= self.device_gib
+        """The run survives the estimate's error, too."""
+        return self.memory.total / GIB <= SAFE_FRACTION * self.device_gib
 
 
 def predict(case: Case, fit: Calibration | None = None) -> Prediction:
