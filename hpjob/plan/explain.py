@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from hpjob.plan.model import MemoryEstimate, Plan
+from hpjob.plan.replan import Replan
 
 _WIDTH = 16
 
@@ -16,6 +17,24 @@ def render_plan(plan: Plan) -> str:
     lines += _listed("next best", [f"{r.summary}: {r.why_not}" for r in plan.runners_up])
     lines += _listed("warning", plan.warnings)
     return "\n".join(lines)
+
+
+def render_replan(found: Replan) -> str:
+    """Return the new plan below what changes against the old one."""
+    old, new = found.previous, found.plan
+    had = _seconds(found.old_step_s) if found.old_step_s else "not known"
+    change = f" ({100 * (found.new_step_s / found.old_step_s - 1):+.0f} %)" if found.old_step_s else ""
+    lines = [
+        f"{new.recipe}: {old.num_nodes} x {old.gpus_per_node} ranks before, {new.num_nodes} x {new.gpus_per_node} now",
+        f"  {'before':<{_WIDTH}}{old.summary}",
+        f"  {'now':<{_WIDTH}}{new.summary}",
+        f"  {'step time':<{_WIDTH}}{had} before, {_seconds(found.new_step_s)} now{change}",
+        f"  {'batch':<{_WIDTH}}{new.global_batch_size} sequences of {new.seq_length} tokens in the same order",
+        f"  {'checkpoint':<{_WIDTH}}loads: tensors are saved under global names and cut anew when they are read",
+        *_listed("released", found.notes),
+        "",
+    ]
+    return "\n".join(lines) + "\n" + render_plan(new)
 
 
 def _title(plan: Plan) -> str:

@@ -37,19 +37,8 @@ def make_plan(recipe: Recipe, topology: Topology, *, gpus_per_node: int | None =
         UserInputError: Fixed values contradict each other or the nodes.
         NothingFitsError: Every legal layout needs more memory than a GPU has.
     """
-    machine, warnings = _machine(topology)
-    per_node = _ranks_per_node(recipe, topology, machine, gpus_per_node)
-    machine, found_links = _with_seen_links(machine, topology)
-    warnings += found_links
-    hardware = hardware_of(machine, per_node)
-    problem = Problem(
-        shape=shape_of(recipe.model),
-        settings=recipe.parallel,
-        seq=recipe.data.seq_length,
-        global_batch=recipe.training.global_batch_size,
-        world_size=len(topology.nodes) * per_node,
-        hardware=hardware,
-    )
+    problem, warnings = _problem(recipe, topology, gpus_per_node)
+    hardware = problem.hardware
     limit = memory_limit_gib(hardware)
     found = survey(problem, limit)
     if not found.any_legal:
@@ -66,6 +55,26 @@ def make_plan(recipe: Recipe, topology: Topology, *, gpus_per_node: int | None =
     if recipe.model.model_type not in RUNTIME.families:
         warnings += (f"the runtime has no {recipe.model.model_type} models (it has {', '.join(RUNTIME.families)})",)
     return _plan(recipe, topology, problem, best, candidates, warnings)
+
+
+def make_problem(recipe: Recipe, topology: Topology, *, gpus_per_node: int | None = None) -> Problem:
+    """Return what a plan has to solve: sizes, fixed values and the speeds of the nodes."""
+    return _problem(recipe, topology, gpus_per_node)[0]
+
+
+def _problem(recipe: Recipe, topology: Topology, gpus_per_node: int | None) -> tuple[Problem, tuple[str, ...]]:
+    machine, warnings = _machine(topology)
+    per_node = _ranks_per_node(recipe, topology, machine, gpus_per_node)
+    machine, found_links = _with_seen_links(machine, topology)
+    problem = Problem(
+        shape=shape_of(recipe.model),
+        settings=recipe.parallel,
+        seq=recipe.data.seq_length,
+        global_batch=recipe.training.global_batch_size,
+        world_size=len(topology.nodes) * per_node,
+        hardware=hardware_of(machine, per_node),
+    )
+    return problem, warnings + found_links
 
 
 def _machine(topology: Topology) -> tuple[MachineType, tuple[str, ...]]:
