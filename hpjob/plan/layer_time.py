@@ -29,19 +29,19 @@ class LayerTime:
     comm_forward: float
     comm_backward: float
     recompute: float
-    """Forward work done again in the backward pass, its collectives included."""
+    """Forward work done again in the backward pass of a layer that recomputes, its collectives included."""
     host_forward: float
     """Host time to issue the forward pass."""
 
-    def passes(self) -> tuple[float, float, float]:
-        """Wall time of forward, input-gradient (with recomputation) and weight-gradient pass."""
+    def passes(self) -> tuple[float, float, float, float]:
+        """Wall time of forward, input-gradient and weight-gradient pass, and of recomputation."""
         host = self.host_forward
         forward = _longer(self.forward + self.comm_forward, host)
         recomputed = self.recompute / (self.forward + self.comm_forward) * forward if self.recompute else 0.0
         device = self.backward_input + self.comm_backward
         backward = _longer(device + self.backward_weight, 2.0 * host)
         weight = backward * self.backward_weight / (device + self.backward_weight)
-        return forward, backward - weight + recomputed, weight
+        return forward, backward - weight, weight, recomputed
 
 
 def _longer(device: float, host: float) -> float:
@@ -55,7 +55,10 @@ class LayerModel:
         self.shape = shape
         self.hardware = hardware
         self.habits = habits
+        # Whether adding a gradient to its buffer costs another time under ZeRO.
+        self.zero_matters = habits.wgrad_bytes != habits.sharded_wgrad_bytes
         self._layers: dict[tuple[object, ...], LayerTime] = {}
+        self._passes: dict[tuple[object, ...], tuple[float, float, float, float]] = {}
         self._heads: dict[tuple[object, ...], tuple[float, float, float]] = {}
 
     def layer(self, layout: Layout, *, experts: bool = False) -> LayerTime:
@@ -66,8 +69,15 @@ class LayerModel:
             found = self._layers[key] = self._layer(layout, experts)
         return found
 
-    @staticmethod
-    def key(layout: Layout) -> tuple[object, ...]:
+    def passes(self, layout: Layout, experts: bool) -> tuple[float, float, float, float]:
+        """Return the wall times of a layer's passes; see :meth:`LayerTime.passes`."""
+        key = (*self.key(layout), experts)
+        found = self._passes.get(key)
+        if found is None:
+            found = self._passes[key] = self.layer(layout, experts=experts).passes()
+        return found
+
+    def key(self, layout: Layout) -> tuple[object, ...]:
         """What of a layout decides the time of a layer."""
         return (
             layout.tokens,
@@ -77,9 +87,8 @@ class LayerModel:
             layout.ep,
             layout.sequence_mode,
             layout.tp_sharded,
-            layout.zero > 0,
+            layout.zero > 0 and self.zero_matters,
             layout.recompute,
-            layout.every_kth,
             layout.precision,
             layout.flash,
             layout.fp8,
@@ -93,7 +102,7 @@ class LayerModel:
         forward = linear_f + attention[0] + passes
         recompute = 0.0
         if layout.recompute == "full":
-            recompute = (forward + comm_f) / layout.every_kth
+            recompute = forward + comm_f
         elif layout.recompute == "selective":
             recompute = attention[0] if self.habits.selective == "attention" else (forward + comm_f) / 2
         return LayerTime(
@@ -121,10 +130,7 @@ class LayerModel:
     def _linears(self, layout: Layout, experts: bool) -> tuple[float, float, float]:
         """Forward, input-gradient and weight-gradient seconds of all linear layers."""
         s, tp, tokens = self.shape, layout.tp, layout.tokens
-        sizes = [
-            (float(tokens), out // tp if out_sharded else out, inner // tp if in_sharded else inner, 1.0)
-            for out, inner, out_sharded, in_sharded in s.attention_products
-        ]
+        sizes = [(float(tokens), out, inner, 1.0) for out, inner in s.local_attention_products(tp)]
         up = 2 if s.gated else 1
         if experts:
             local = s.num_experts / layout.ep
@@ -153,10 +159,14 @@ class LayerModel:
         flops = 2.0 * layout.tokens * seq * width
         if layout.flash:
             dim = s.q_width / s.heads
-            shape_factor = hw.fit.attention * min(1.0, (dim / 128) ** 0.25) * seq / (seq + 300.0)
+            is_cudnn = self.habits.attention == "cudnn" and hw.gpu.cudnn != hw.gpu.flash2
+            # Measured on the kernel itself, that one needs no correction and longer rows to reach its peak.
+            factor, half_speed = (1.0, 590.0) if is_cudnn else (hw.fit.attention, 300.0)
+            shape_factor = factor * min(1.0, (dim / 128) ** 0.25) * seq / (seq + half_speed)
             speed = (hw.peak_half if layout.precision != "fp32" else hw.peak_single) * shape_factor
             causal = flops / 2
-            forward, backward = hw.gpu.flash1 if self.habits.attention == "flash1" else hw.gpu.flash2
+            kernels = {"flash1": hw.gpu.flash1, "cudnn": hw.gpu.cudnn}
+            forward, backward = kernels.get(self.habits.attention, hw.gpu.flash2)
             return causal / (speed * forward) + 6e-6, 2.5 * causal / (speed * backward) + 1.2e-5
         heads = s.heads / shards
         batch = layout.tokens / seq * heads
@@ -196,6 +206,10 @@ class LayerModel:
             forward += 4 * one_way * exposed
             # Sharded inputs of the two column-parallel products are gathered again.
             backward += (5 if layout.sharded_norms else 4) * one_way * exposed
+            if layout.sharded_norms and self.habits.gathered_inputs:
+                # Gathering along the sequence copies what arrived into its place, and so does scattering.
+                copy = hw.traffic(2.0 * layout.tokens * s.hidden * e)
+                forward, backward = forward + 4 * copy, backward + 5 * copy
         if sp > 1:
             ring_f, ring_b = self._sequence_axis(layout, attention)
             forward, backward = forward + ring_f, backward + ring_b
@@ -225,7 +239,8 @@ class LayerModel:
         key = (layout.tokens, layout.tp, layout.precision, layout.fp8)
         found = self._heads.get(key)
         if found is None:
-            n, h, tokens = self.shape.vocab / layout.tp, self.shape.hidden, layout.tokens
+            unit = self.habits.vocabulary_multiple
+            n, h, tokens = float(-(-self.shape.vocab // (layout.tp * unit)) * unit), self.shape.hidden, layout.tokens
             loss = self.hardware.traffic(3.0 * self.habits.logits_bytes * tokens * n) / 2
             found = (
                 self._product(layout, tokens, n, h) + loss,

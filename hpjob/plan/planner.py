@@ -5,9 +5,9 @@ from __future__ import annotations
 from hpjob.core.errors import UserInputError
 from hpjob.plan.constants import held_out_error
 from hpjob.plan.hardware import Hardware, hardware_of
-from hpjob.plan.layout import split_layers
+from hpjob.plan.layout import stage_layers
 from hpjob.plan.legality import RUNTIME, unsupported_layout
-from hpjob.plan.memory import memory_limit_gib, rank_memory
+from hpjob.plan.memory import memory_limit_gib
 from hpjob.plan.model import ParallelDegrees, Pipeline, Plan, TimeEstimate
 from hpjob.plan.placement import place
 from hpjob.plan.problem import Problem
@@ -149,7 +149,7 @@ def _plan(
             num_model_chunks=layout.chunks,
             num_microbatches=layout.num_microbatches,
             microbatch_size=layout.microbatch,
-            layers_per_stage=split_layers(problem.shape.num_layers, layout.pp * layout.chunks),
+            layers_per_stage=stage_layers(problem.shape.num_layers, layout),
         ),
         recompute=layout.recompute,
         recompute_every_kth_layer=layout.every_kth,
@@ -159,7 +159,7 @@ def _plan(
         global_batch_size=problem.global_batch,
         seq_length=problem.seq,
         placement=placement,
-        memory=tuple(rank_memory(problem.shape, layout, rank, is_cpu=hardware.is_cpu) for rank in range(layout.pp)),
+        memory=tuple(problem.runtime.rank_memory(layout, rank) for rank in range(layout.pp)),
         memory_limit_gib=limit,
         time=_time_estimate(best, problem),
         reasons=reasons,

@@ -6,8 +6,8 @@ from dataclasses import dataclass
 from functools import cached_property
 
 from hpjob.plan.hardware import Hardware
+from hpjob.plan.own_runtime import OwnRuntime
 from hpjob.plan.shape import Shape
-from hpjob.plan.step_time import StepModel
 from hpjob.recipe.model import ParallelSettings
 
 
@@ -23,6 +23,6 @@ class Problem:
     hardware: Hardware
 
     @cached_property
-    def model(self) -> StepModel:
-        """Prices step times; it keeps what candidates share."""
-        return StepModel(self.shape, self.hardware)
+    def runtime(self) -> OwnRuntime:
+        """Prices memory and step times; it keeps what candidates share."""
+        return OwnRuntime(self.shape, self.hardware, compiles=self.settings.enable_jit_fused is not False)

@@ -9,9 +9,8 @@ from hpjob.core.errors import HpjobError, NothingFitsError, UserInputError
 from hpjob.plan.enumeration import legal_layouts
 from hpjob.plan.layout import Layout
 from hpjob.plan.legality import problems
-from hpjob.plan.memory import rank_memory, worst_total_gib
 from hpjob.plan.problem import Problem
-from hpjob.plan.search import Candidate
+from hpjob.plan.search import Candidate, fits_somehow
 from hpjob.recipe.model import ParallelSettings
 
 _DEGREES = ("tp_size", "pp_size", "sp_size")
@@ -119,7 +118,7 @@ def _nearest_layouts(problem: Problem) -> list[str]:
 def nothing_fits(problem: Problem, least: Candidate, limit_gib: float, recipe: str, num_nodes: int) -> NothingFitsError:
     """Return the error for a model that no legal layout brings into memory, with the smallest shortfall."""
     layout = least.layout
-    ranks = [rank_memory(problem.shape, layout, r, is_cpu=problem.hardware.is_cpu) for r in range(layout.pp)]
+    ranks = [problem.runtime.rank_memory(layout, r) for r in range(layout.pp)]
     worst = max(ranks, key=lambda rank: rank.total_gib)
     where = f"{num_nodes} x {problem.hardware.name}"
     degrees = f"tp {layout.tp} · pp {layout.pp} · dp {layout.dp}, zero {layout.zero}, {layout.recompute} recompute"
@@ -144,12 +143,12 @@ def _what_helps(problem: Problem, limit_gib: float, num_nodes: int) -> list[str]
     for words, update in releases:
         if any(getattr(s, name) != value for name, value in update.items()):
             changed = replace(problem, settings=s.model_copy(update=update))
-            if _fits(changed, limit_gib):
+            if fits_somehow(changed, limit_gib):
                 found.append(words)
     if isinstance(s.num_microbatches, int) and s.microbatch_size == "auto":
         found += _smaller_batch(problem, s.num_microbatches, limit_gib)
     for factor in (2, 4, 8, 16, 32, 64):
-        if _fits(replace(problem, world_size=problem.world_size * factor), limit_gib):
+        if fits_somehow(replace(problem, world_size=problem.world_size * factor), limit_gib):
             found.append(f"use --nodes {num_nodes * factor}")
             break
     return found or ["use GPUs with more memory, a smaller model or a shorter sequence"]
@@ -160,17 +159,10 @@ def _smaller_batch(problem: Problem, count: int, limit_gib: float) -> list[str]:
     batch = problem.global_batch
     while batch % 2 == 0 and batch // 2 >= count:
         batch //= 2
-        if _fits(replace(problem, global_batch=batch), limit_gib):
+        if fits_somehow(replace(problem, global_batch=batch), limit_gib):
             return [f"keep {count} microbatches with --set training.global_batch_size={batch}"]
     return []
 
 
 def _full(s: ParallelSettings) -> object:
     return s.gradient_checkpoint_config.model_copy(update={"policy": "full", "every_kth_layer": 1})
-
-
-def _fits(problem: Problem, limit_gib: float) -> bool:
-    return any(
-        worst_total_gib(problem.shape, layout, is_cpu=problem.hardware.is_cpu) <= limit_gib
-        for layout in legal_layouts(problem)
-    )

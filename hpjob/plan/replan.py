@@ -12,11 +12,11 @@ from itertools import combinations
 
 from hpjob.core.errors import HpjobError, NothingFitsError, UserInputError
 from hpjob.core.schema import Persisted
-from hpjob.plan.enumeration import legal_layouts
-from hpjob.plan.memory import memory_limit_gib, worst_total_gib
+from hpjob.plan.memory import memory_limit_gib
 from hpjob.plan.model import Plan
 from hpjob.plan.planner import make_plan, make_problem
 from hpjob.plan.problem import Problem
+from hpjob.plan.search import fits_somehow
 from hpjob.recipe.model import GradientCheckpointSettings, ParallelSettings, Recipe
 from hpjob.topology.model import Topology
 
@@ -74,9 +74,10 @@ def replan(recipe: Recipe, topology: Topology, *, previous: Plan, gpus_per_node:
     except HpjobError as error:
         refused = error
     problem = make_problem(recipe, topology, gpus_per_node=per_node)
+    limit = memory_limit_gib(problem.hardware)
     for released in _releases(problem.settings):
         settings = problem.settings.model_copy(update=_auto(released))
-        if not _fits(replace(problem, settings=settings)):
+        if not fits_somehow(replace(problem, settings=settings), limit):
             continue
         open_recipe = recipe.model_copy(update={"parallel": settings})
         plan = make_plan(open_recipe, topology, gpus_per_node=per_node)
@@ -128,14 +129,6 @@ def _auto(names: tuple[str, ...]) -> dict[str, object]:
     return {name: GradientCheckpointSettings() if name == "gradient_checkpoint_config" else "auto" for name in names}
 
 
-def _fits(problem: Problem) -> bool:
-    limit = memory_limit_gib(problem.hardware)
-    return any(
-        worst_total_gib(problem.shape, layout, is_cpu=problem.hardware.is_cpu, enough_gib=limit) <= limit
-        for layout in legal_layouts(problem)
-    )
-
-
 def _sentence(name: str, before: ParallelSettings, plan: Plan) -> str:
     """Say which fixed value was given up for what."""
     pipeline, degrees = plan.pipeline, plan.degrees
@@ -166,8 +159,10 @@ def _nothing(refused: HpjobError, problem: Problem, topology: Topology, previous
     count = len(topology.nodes)
     released = _auto(tuple(_fixed_names(problem.settings)))
     free = replace(problem, settings=problem.settings.model_copy(update=released))
-    per_node = problem.hardware.gpus_per_node
-    fewer = next((n for n in range(count - 1, 0, -1) if _fits(replace(free, world_size=n * per_node))), None)
+    per_node, limit = problem.hardware.gpus_per_node, memory_limit_gib(problem.hardware)
+    fewer = next(
+        (n for n in range(count - 1, 0, -1) if fits_somehow(replace(free, world_size=n * per_node), limit)), None
+    )
     words = [f"use --nodes {fewer}"] if fewer else []
     if previous.num_nodes not in (count, fewer):
         words.append(f"stay on {previous.num_nodes} nodes")

@@ -107,12 +107,11 @@ def zbv_orders(pp: int, num_microbatches: int) -> list[list[Op]]:
 
 def _simulate(pp: int, num_microbatches: int, times: StageTimes, wait: float, stall: float) -> _Simulation:
     simulation = _Simulation(pp, num_microbatches, times, wait, stall)
+    actions = [simulation.next_action(rank) for rank in simulation.ranks]
     for _ in range(3 * 2 * pp * num_microbatches):
-        actions = [
-            (action, index)
-            for index, rank in enumerate(simulation.ranks)
-            if (action := simulation.next_action(rank)) is not None
-        ]
-        action, index = min(actions)
+        action, index = min((action, index) for index, action in enumerate(actions) if action is not None)
         simulation.run(simulation.ranks[index], action)
+        # Only the rank itself and its neighbours see something new.
+        for rank in range(max(0, index - 1), min(pp, index + 2)):
+            actions[rank] = simulation.next_action(simulation.ranks[rank])
     return simulation

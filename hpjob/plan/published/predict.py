@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from hpjob.plan.constants import Calibration
 from hpjob.plan.hardware import hardware_of
-from hpjob.plan.memory import GIB, RankBytes, worst_bytes
+from hpjob.plan.memory import GIB, MemoryModel, RankBytes
 from hpjob.plan.published.rows import Case
 from hpjob.plan.step_time import StepModel
 
@@ -34,9 +34,10 @@ class Prediction:
 def predict(case: Case, fit: Calibration | None = None) -> Prediction:
     """Price a row; unknown fields take the fastest value that fits."""
     model = StepModel(case.shape, hardware_of(case.machine, case.machine.gpus_per_node, fit), case.habits)
+    memory_model = MemoryModel(case.shape, case.habits)
     options = []
     for layout in case.layouts:
-        memory = worst_bytes(case.shape, layout, case.habits)
+        memory = memory_model.worst(layout)
         rough = model.step(layout, simulate=False).step / layout.global_batch if len(case.layouts) > 1 else 0.0
         fits = memory.total / GIB <= case.machine.gpu_memory_gib
         options.append((not fits, rough if fits else memory.total, layout, memory))
