@@ -62,6 +62,11 @@ class Framework:
     default_zero: Literal[0, 1, 2, 3]
     interleaves: bool
 
+    @property
+    def is_own(self) -> bool:
+        """Whether it is the runtime of this project."""
+        return self.name.startswith("hpjob")
+
 
 @dataclass(frozen=True, slots=True)
 class Calibration:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from math import hypot, log2
+from typing import Literal
 
 from hpjob.plan.constants import Calibration, GpuConstants, calibration, gpu_constants
 from hpjob.topology.model import MachineType
@@ -56,6 +57,7 @@ class Hardware:
     gpu: GpuConstants
     fit: Calibration
     is_cpu: bool = False
+    island_kind: Literal["nvlink", "xgmi", "pcie", "host"] = "nvlink"
 
     @property
     def gemm_efficiency(self) -> float:
@@ -136,4 +138,5 @@ def hardware_of(machine: MachineType, gpus_per_node: int | None = None, fit: Cal
         gpu=constants,
         fit=fit or calibration(),
         is_cpu=machine.island_kind == "host",
+        island_kind=machine.island_kind,
     )

@@ -15,6 +15,7 @@ from hpjob.plan.reasons import explain_choice
 from hpjob.plan.refusal import no_legal_layout, nothing_fits
 from hpjob.plan.search import Candidate, survey
 from hpjob.plan.shape import shape_of
+from hpjob.plan.what_if import binding, changes
 from hpjob.recipe.model import Recipe
 from hpjob.topology.groups import largest_group_size, usable_gpus
 from hpjob.topology.load import load_machine
@@ -163,8 +164,18 @@ def _plan(
         memory_limit_gib=limit,
         time=_time_estimate(best, problem),
         reasons=reasons,
+        binding=binding(best, candidates, limit),
         runners_up=runners_up,
+        changes=changes(problem, best, candidates, limit, len(ordered.nodes)),
+        basis_note=_interval_words(),
         warnings=warnings,
+    )
+
+
+def _interval_words() -> str:
+    return (
+        f"the interval is {_WIDTHS:g} times {100 * held_out_error():.1f} %, the mean error on families of published "
+        "runs that the fit had not seen"
     )
 
 

@@ -15,7 +15,7 @@ from hpjob.plan.step_time import StepTime
 
 _HOPELESS = 1.3
 """Times the usable memory: layouts above it are no neighbours of a plan that fits."""
-_FAR = 1.25
+FAR = 1.25
 """Times the best step: slower layouts are no neighbours of it."""
 _CLOSE = 1.03
 """Times the best step: up to here every layout is priced, further off only the most promising of its degrees."""
@@ -71,7 +71,7 @@ def survey(problem: Problem, limit_gib: float) -> Survey:
 
     Recomputation costs time and saves memory, so of the policies of one layout only the fastest one that fits
     can be the best; the fastest of all is kept, too, to say what memory would bring. Layouts whose bare compute
-    takes longer than ``_FAR`` times the best step are passed over.
+    takes longer than ``FAR`` times the best step are passed over.
     """
     collects = gc.isenabled()
     gc.disable()  # Hundreds of thousands of small records without cycles.
@@ -91,7 +91,7 @@ def _survey(problem: Problem, limit_gib: float) -> Survey:
         for index, base in enumerate(legal_bases(problem))
     )
     for least_s, _, base in promising:
-        if least_s > _FAR * search.best_s:
+        if least_s > FAR * search.best_s:
             break
         if least_s <= _CLOSE * search.best_s or search.wants_more(base):
             search.visit(base)

@@ -94,7 +94,8 @@ class StepModel:
         hop, blocking = self._hop(layout)
         ideal = busy + (sum(per_rank) - longest) / _bubble_divisor(layout)
         if simulate:
-            span = makespan(layout.style, pp, chunks, m, stages.times, hop, blocking)
+            own = self.habits.is_own
+            span = makespan(layout.style, pp, chunks, m, stages.times, hop, blocking, own_order=own)
             return busy, min(span, ideal), span, comm, per_rank[0]
         hops = 2 * (pp - 1) * hop * max(1, chunks - 1) + 2 * m * chunks * hop * blocking
         return busy, ideal, ideal + hops, comm, per_rank[0]
