@@ -27,6 +27,7 @@ def plan(
     gpus_per_node: int | None = typer.Option(None, "--gpus-per-node", min=1, help="Ranks a node; all GPUs by default."),
     partition: str | None = typer.Option(None, "--partition", "-p", help="Slurm partition; the recipe's by default."),
     overrides: list[str] = typer.Option([], "--set", help="Change a value: --set training.lr=3e-4. Repeatable."),
+    site: str | None = typer.Option(None, "--site", help="File with measured constants. [default: the user's, if any]"),
     as_json: bool = typer.Option(False, "--json", help="Print one JSON document."),
 ) -> None:
     """Choose degrees, schedule and placement for a recipe; print memory, time, reasons and runners-up."""
@@ -36,14 +37,14 @@ def plan(
     resolved, old = _recipe_of(recipe, run, overrides)
     if old is None:
         where = find_topology(nodes, machine, topology, partition or resolved.job.partition)
-        made = make_plan(resolved, where, gpus_per_node=gpus_per_node)
+        made = make_plan(resolved, where, gpus_per_node=gpus_per_node, site=site)
         document, text = made.model_dump_json(indent=2), render_plan(made)
     else:
         from hpjob.plan.replan import replan
         from hpjob.slurm.attempt_begin import read_plan
 
         where = _nodes_of_run(old, nodes, machine, topology, partition or resolved.job.partition)
-        found = replan(resolved, where, previous=read_plan(old.plan), gpus_per_node=gpus_per_node)
+        found = replan(resolved, where, previous=read_plan(old.plan), gpus_per_node=gpus_per_node, site=site)
         document, text = found.model_dump_json(indent=2), render_replan(found)
     if as_json:
         typer.echo(document)

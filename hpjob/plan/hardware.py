@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from math import hypot, log2
 from typing import Literal
 
@@ -37,6 +38,14 @@ class Link:
         return num_bytes / self.bandwidth + self.latency
 
 
+@dataclass(frozen=True, slots=True)
+class MeasuredLayer:
+    """Seconds of one layer and microbatch on one rank, without communication."""
+
+    forward: float
+    backward: float
+
+
 @dataclass(frozen=True, eq=False)
 class Hardware:
     """One kind of node, as the cost models see it; bytes, seconds and FLOP/s."""
@@ -58,6 +67,8 @@ class Hardware:
     fit: Calibration
     is_cpu: bool = False
     island_kind: Literal["nvlink", "xgmi", "pcie", "host"] = "nvlink"
+    measured_layers: Mapping[tuple[object, ...], MeasuredLayer] = field(default_factory=dict)
+    """(hidden, ffn, tokens, seq, tp, sp, ep, sequence mode, precision) -> times that replace the model's."""
 
     @property
     def gemm_efficiency(self) -> float:

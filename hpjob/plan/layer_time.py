@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from math import ceil, log2
 
 from hpjob.plan.constants import Framework
-from hpjob.plan.hardware import Hardware
+from hpjob.plan.hardware import Hardware, MeasuredLayer
 from hpjob.plan.layout import Layout
 from hpjob.plan.shape import Shape
 
@@ -99,7 +99,13 @@ class LayerModel:
         linear_f, linear_i, linear_w = self._linears(layout, experts)
         passes = self.hardware.traffic(layout.tokens * self._traffic_bytes(layout, experts))
         comm_f, comm_b = self._collectives(layout, experts, attention)
-        forward = linear_f + attention[0] + passes
+        forward, backward_i = linear_f + attention[0] + passes, linear_i + attention[1] + 1.9 * passes
+        if found := self._measured(layout):
+            backward = backward_i + linear_w
+            forward, backward_i, linear_w = (
+                found.forward,
+                *(found.backward * part / backward for part in (backward_i, linear_w)),
+            )
         recompute = 0.0
         if layout.recompute == "full":
             recompute = forward + comm_f
@@ -107,13 +113,20 @@ class LayerModel:
             recompute = attention[0] if self.habits.selective == "attention" else (forward + comm_f) / 2
         return LayerTime(
             forward=forward,
-            backward_input=linear_i + attention[1] + 1.9 * passes,
+            backward_input=backward_i,
             backward_weight=linear_w,
             comm_forward=comm_f,
             comm_backward=comm_b,
             recompute=recompute,
             host_forward=self._host(layout.tp, experts),
         )
+
+    def _measured(self, layout: Layout) -> MeasuredLayer | None:
+        if not self.hardware.measured_layers:
+            return None
+        s, a = self.shape, layout
+        key = (s.hidden, s.ffn, a.tokens, a.seq, a.tp, a.sp, a.ep, a.sequence_mode, a.precision)
+        return self.hardware.measured_layers.get(key)
 
     def _host(self, tp: int, experts: bool) -> float:
         """Seconds to issue a forward pass; ranks of a tp group also wait for the slowest of them."""

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from hpjob.core.errors import UserInputError
 from hpjob.plan.constants import held_out_error
 from hpjob.plan.hardware import Hardware, hardware_of
@@ -15,6 +17,7 @@ from hpjob.plan.reasons import explain_choice
 from hpjob.plan.refusal import no_legal_layout, nothing_fits
 from hpjob.plan.search import Candidate, survey
 from hpjob.plan.shape import shape_of
+from hpjob.plan.site import default_site, load_site, with_site
 from hpjob.plan.what_if import binding, changes
 from hpjob.recipe.model import Recipe
 from hpjob.topology.groups import largest_group_size, usable_gpus
@@ -26,19 +29,20 @@ _WIDTHS = 2.0
 """Mean errors on unseen families that the interval around a predicted step time spans to each side."""
 
 
-def make_plan(recipe: Recipe, topology: Topology, *, gpus_per_node: int | None = None) -> Plan:
+def make_plan(recipe: Recipe, topology: Topology, *, gpus_per_node: int | None = None, site: str | None = None) -> Plan:
     """Return the best plan of a recipe for the nodes of a topology.
 
     Args:
         recipe: Values that it fixes are kept; ``auto`` ones are chosen.
         topology: Its nodes are all used.
         gpus_per_node: Ranks a node; None = the recipe's value, else all GPUs of a node.
+        site: File with constants that were measured; None = the user's, where there is one.
 
     Raises:
         UserInputError: Fixed values contradict each other or the nodes.
         NothingFitsError: Every legal layout needs more memory than a GPU has.
     """
-    problem, warnings = _problem(recipe, topology, gpus_per_node)
+    problem, warnings = _problem(recipe, topology, gpus_per_node, site)
     hardware = problem.hardware
     limit = memory_limit_gib(hardware)
     found = survey(problem, limit)
@@ -58,15 +62,22 @@ def make_plan(recipe: Recipe, topology: Topology, *, gpus_per_node: int | None =
     return _plan(recipe, topology, problem, best, candidates, warnings)
 
 
-def make_problem(recipe: Recipe, topology: Topology, *, gpus_per_node: int | None = None) -> Problem:
+def make_problem(
+    recipe: Recipe, topology: Topology, *, gpus_per_node: int | None = None, site: str | None = None
+) -> Problem:
     """Return what a plan has to solve: sizes, fixed values and the speeds of the nodes."""
-    return _problem(recipe, topology, gpus_per_node)[0]
+    return _problem(recipe, topology, gpus_per_node, site)[0]
 
 
-def _problem(recipe: Recipe, topology: Topology, gpus_per_node: int | None) -> tuple[Problem, tuple[str, ...]]:
+def _problem(
+    recipe: Recipe, topology: Topology, gpus_per_node: int | None, site: str | None
+) -> tuple[Problem, tuple[str, ...]]:
     machine, warnings = _machine(topology)
     per_node = _ranks_per_node(recipe, topology, machine, gpus_per_node)
     machine, found_links = _with_seen_links(machine, topology)
+    warnings += found_links
+    if recipe.parallel.enable_flash_attention is False:
+        warnings += ("enable_flash_attention false: memory and time are those of a score matrix in memory",)
     problem = Problem(
         shape=shape_of(recipe.model),
         settings=recipe.parallel,
@@ -75,7 +86,14 @@ def _problem(recipe: Recipe, topology: Topology, gpus_per_node: int | None) -> t
         world_size=len(topology.nodes) * per_node,
         hardware=hardware_of(machine, per_node),
     )
-    return problem, warnings + found_links
+    found = (load_site(site), site) if site else default_site()
+    if found is None:
+        return problem, warnings
+    hardware, words = with_site(problem.hardware, found[0], machine.gpu_model)
+    if not words:
+        return problem, (*warnings, f"{found[1]} says nothing of {machine.gpu_model}")
+    text = f"{', '.join(words)} from {found[1]}" + (f" ({found[0].note})" if found[0].note else "")
+    return replace(problem, hardware=hardware, basis=found[0].basis, basis_words=text), warnings
 
 
 def _machine(topology: Topology) -> tuple[MachineType, tuple[str, ...]]:
@@ -167,7 +185,8 @@ def _plan(
         binding=binding(best, candidates, limit),
         runners_up=runners_up,
         changes=changes(problem, best, candidates, limit, len(ordered.nodes)),
-        basis_note=_interval_words(),
+        basis=problem.basis,
+        basis_note="; ".join(filter(None, (problem.basis_words, _interval_words()))),
         warnings=warnings,
     )
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import cached_property
+from typing import Literal
 
 from hpjob.plan.hardware import Hardware
 from hpjob.plan.own_runtime import OwnRuntime
@@ -21,6 +22,9 @@ class Problem:
     global_batch: int
     world_size: int
     hardware: Hardware
+    basis: Literal["estimated", "rehearsed", "measured"] = "estimated"
+    basis_words: str = ""
+    """Which constants come from which site file."""
 
     @cached_property
     def runtime(self) -> OwnRuntime:

@@ -52,7 +52,14 @@ class Replan(Persisted):
     """One sentence for every fixed value that could not be kept."""
 
 
-def replan(recipe: Recipe, topology: Topology, *, previous: Plan, gpus_per_node: int | None = None) -> Replan:
+def replan(
+    recipe: Recipe,
+    topology: Topology,
+    *,
+    previous: Plan,
+    gpus_per_node: int | None = None,
+    site: str | None = None,
+) -> Replan:
     """Plan a run for other nodes at the same global batch, sequence length and data order.
 
     Args:
@@ -60,6 +67,7 @@ def replan(recipe: Recipe, topology: Topology, *, previous: Plan, gpus_per_node:
         topology: The nodes to run on; all of them are used.
         previous: The plan that the run had.
         gpus_per_node: Ranks a node; None = as many as before where the nodes have them.
+        site: File with measured constants; see :func:`hpjob.plan.planner.make_plan`.
 
     Raises:
         UserInputError: The recipe asks for another global batch or sequence length than the run has.
@@ -69,18 +77,18 @@ def replan(recipe: Recipe, topology: Topology, *, previous: Plan, gpus_per_node:
     per_node = gpus_per_node or _ranks_per_node(topology, previous)
     try:
         # Most recipes keep everything; only what fails is looked into.
-        plan = make_plan(recipe, topology, gpus_per_node=per_node)
+        plan = make_plan(recipe, topology, gpus_per_node=per_node, site=site)
         return _result(plan, previous, recipe, ())
     except HpjobError as error:
         refused = error
-    problem = make_problem(recipe, topology, gpus_per_node=per_node)
+    problem = make_problem(recipe, topology, gpus_per_node=per_node, site=site)
     limit = memory_limit_gib(problem.hardware)
     for released in _releases(problem.settings):
         settings = problem.settings.model_copy(update=_auto(released))
         if not fits_somehow(replace(problem, settings=settings), limit):
             continue
         open_recipe = recipe.model_copy(update={"parallel": settings})
-        plan = make_plan(open_recipe, topology, gpus_per_node=per_node)
+        plan = make_plan(open_recipe, topology, gpus_per_node=per_node, site=site)
         notes = tuple(_sentence(name, recipe.parallel, plan) for name in released)
         return _result(plan, previous, open_recipe, notes)
     raise _nothing(refused, problem, topology, previous)
