@@ -9,6 +9,7 @@ import typer
 
 if TYPE_CHECKING:
     from hpjob.core.run_dir import RunDir
+    from hpjob.plan.model import Plan
     from hpjob.recipe.model import Recipe
     from hpjob.topology.model import Topology
 
@@ -28,6 +29,7 @@ def plan(
     partition: str | None = typer.Option(None, "--partition", "-p", help="Slurm partition; the recipe's by default."),
     overrides: list[str] = typer.Option([], "--set", help="Change a value: --set training.lr=3e-4. Repeatable."),
     site: str | None = typer.Option(None, "--site", help="File with measured constants. [default: the user's, if any]"),
+    pictures: Path | None = typer.Option(None, "--pictures", metavar="DIR", help="Write SVG pictures of the plan."),
     as_json: bool = typer.Option(False, "--json", help="Print one JSON document."),
 ) -> None:
     """Choose degrees, schedule and placement for a recipe; print memory, time, reasons and runners-up."""
@@ -45,13 +47,28 @@ def plan(
 
         where = _nodes_of_run(old, nodes, machine, topology, partition or resolved.job.partition)
         found = replan(resolved, where, previous=read_plan(old.plan), gpus_per_node=gpus_per_node, site=site)
+        made, resolved = found.plan, found.recipe
         document, text = found.model_dump_json(indent=2), render_replan(found)
+    if pictures is not None:
+        _draw(pictures, resolved, where, made, site)
     if as_json:
         typer.echo(document)
         return
     typer.echo(text)
     for note in where.notes:
         typer.echo(f"note: {note}", err=True)
+
+
+def _draw(folder: Path, recipe: Recipe, where: Topology, plan: Plan, site: str | None) -> None:
+    from hpjob.plan.legality import layout_of
+    from hpjob.plan.placement import place
+    from hpjob.plan.planner import make_problem
+    from hpjob.report.plan_pictures import draw_plan
+
+    problem = make_problem(recipe, where, gpus_per_node=plan.gpus_per_node, site=site)
+    ordered, _ = place(plan.degrees, where, plan.gpus_per_node)
+    for path in draw_plan(folder, plan, problem, layout_of(plan), ordered):
+        typer.echo(f"wrote {path}", err=True)
 
 
 def _recipe_of(recipe: str | None, run: str | None, overrides: list[str]) -> tuple[Recipe, RunDir | None]:

@@ -15,6 +15,7 @@ from hpjob.plan.hardware import Hardware
 from hpjob.plan.layer_time import LayerModel
 from hpjob.plan.layout import Layout, stage_layers
 from hpjob.plan.schedule import makespan
+from hpjob.plan.schedule_timeline import Span, timeline
 from hpjob.plan.shape import Shape
 from hpjob.plan.stage_times import StageTimes
 
@@ -99,6 +100,12 @@ class StepModel:
             return busy, min(span, ideal), span, comm, per_rank[0]
         hops = 2 * (pp - 1) * hop * max(1, chunks - 1) + 2 * m * chunks * hop * blocking
         return busy, ideal, ideal + hops, comm, per_rank[0]
+
+    def timeline(self, layout: Layout) -> tuple[Span, ...]:
+        """Return when every pipeline rank does what."""
+        times = self._stages(layout).times
+        hop, blocking = self._hop(layout)
+        return timeline(layout.style, layout.pp, layout.chunks, layout.num_microbatches, times, hop, blocking)
 
     def least(self, layout: Layout) -> float:
         """Return seconds that a step takes at least: compute spread evenly over the stages, and the bubble."""
