@@ -6,7 +6,7 @@ from dataclasses import replace
 from math import log2
 
 from hpjob.core.errors import HpjobError, NothingFitsError, UserInputError
-from hpjob.plan.enumeration import legal_layouts
+from hpjob.plan.enumeration import legal_bases
 from hpjob.plan.layout import Layout
 from hpjob.plan.legality import problems
 from hpjob.plan.problem import Problem
@@ -103,16 +103,20 @@ def _nearest_layouts(problem: Problem) -> list[str]:
     free |= {"zero_stage": "auto", "zero_shard_size": None, "cpu_offload": False}
     free |= {"num_microbatches": "auto", "microbatch_size": "auto", "sequence_parallelism_mode": "auto"}
     relaxed = replace(problem, settings=s.model_copy(update=free))
-    seen: dict[tuple[int, int, int, int], float] = {}
-    for layout in legal_layouts(relaxed):
+    seen: dict[tuple[int, int, int, int, int], float] = {}
+    size = s.microbatch_size if isinstance(s.microbatch_size, int) else 0
+    for layout in legal_bases(relaxed):
         sizes = {"tp_size": layout.tp, "pp_size": layout.pp, "sp_size": layout.sp}
         distance = sum(abs(log2(sizes[name] / value)) for name, value in wanted.items())
-        if isinstance(s.microbatch_size, int):
-            distance += 0.5 * abs(log2(layout.microbatch / s.microbatch_size))
-        key = (layout.tp, layout.pp, layout.dp, layout.microbatch)
+        if size:
+            distance += 0.5 * abs(log2(layout.microbatch / size))
+        key = (layout.sp, layout.tp, layout.pp, layout.dp, layout.microbatch if size else 0)
         seen[key] = min(seen.get(key, distance), distance)
     best = sorted(seen, key=lambda key: (seen[key], key))[:3]
-    return [f"tp {tp} · pp {pp} · dp {dp} with microbatches of {b}" for tp, pp, dp, b in best]
+    return [
+        f"tp {tp} · pp {pp} · dp {dp}" + (f" · sp {sp}" if sp > 1 else "") + (f" with microbatches of {b}" if b else "")
+        for sp, tp, pp, dp, b in best
+    ]
 
 
 def nothing_fits(problem: Problem, least: Candidate, limit_gib: float, recipe: str, num_nodes: int) -> NothingFitsError:
@@ -126,7 +130,8 @@ def nothing_fits(problem: Problem, least: Candidate, limit_gib: float, recipe: s
     parts = " + ".join(f"{kind} {getattr(worst, kind + '_gib'):.1f}" for kind in kinds)
     message = (
         f"recipe {recipe} does not fit on {where}: the smallest layout ({degrees}) "
-        f"needs {least.memory_gib:.1f} GiB a GPU, {limit_gib:.1f} are usable\n{parts} GiB"
+        f"needs {least.memory_gib:.1f} GiB a GPU, {limit_gib:.1f} are usable, "
+        f"{least.memory_gib - limit_gib:.1f} GiB are missing\n{parts} GiB"
     )
     return NothingFitsError(message, hint="; or ".join(_what_helps(problem, limit_gib, num_nodes)))
 
@@ -140,6 +145,9 @@ def _what_helps(problem: Problem, limit_gib: float, num_nodes: int) -> list[str]
         ("leave zero_stage auto", {"zero_stage": "auto"}),
         ("leave tp_size and pp_size auto", {"tp_size": "auto", "pp_size": "auto"}),
     )
+    everything = {name: "auto" for name in (*_LAYOUT_FIELDS, "zero_stage") if getattr(s, name) != "auto"}
+    if len(everything) > 1:
+        releases += ((f"leave {', '.join(everything)} auto", everything | {"gradient_checkpoint_config": _full(s)}),)
     for words, update in releases:
         if any(getattr(s, name) != value for name, value in update.items()):
             changed = replace(problem, settings=s.model_copy(update=update))
@@ -147,11 +155,24 @@ def _what_helps(problem: Problem, limit_gib: float, num_nodes: int) -> list[str]
                 found.append(words)
     if isinstance(s.num_microbatches, int) and s.microbatch_size == "auto":
         found += _smaller_batch(problem, s.num_microbatches, limit_gib)
-    for factor in (2, 4, 8, 16, 32, 64):
-        if fits_somehow(replace(problem, world_size=problem.world_size * factor), limit_gib):
-            found.append(f"use --nodes {num_nodes * factor}")
-            break
+    if more := _enough_nodes(problem, limit_gib, num_nodes):
+        found.append(f"use --nodes {more}")
     return found or ["use GPUs with more memory, a smaller model or a shorter sequence"]
+
+
+def _enough_nodes(problem: Problem, limit_gib: float, num_nodes: int) -> int | None:
+    """Return about the smallest number of nodes that is enough."""
+    per_node = problem.world_size // num_nodes
+
+    def enough(count: int) -> bool:
+        return fits_somehow(replace(problem, world_size=count * per_node), limit_gib)
+
+    for factor in (2, 4, 8, 16, 32, 64):
+        most = num_nodes * factor
+        if enough(most):
+            step = max(1, most // 8)
+            return next((count for count in range(most // 2 + step, most, step) if enough(count)), most)
+    return None
 
 
 def _smaller_batch(problem: Problem, count: int, limit_gib: float) -> list[str]:

@@ -1,5 +1,10 @@
 """Plans: legal, inside the memory, deterministic, explained; impossible wishes get the nearest legal layouts."""
 
+import os
+import subprocess
+import sys
+from pathlib import Path
+
 import pytest
 from typer.testing import CliRunner
 
@@ -114,10 +119,35 @@ def test_nothing_fits_says_how_much_is_missing_and_what_helps() -> None:
     with pytest.raises(NothingFitsError) as caught:
         _plan("70b", 1, "dgx-a100-80g")
     assert "GiB a GPU" in caught.value.message
-    assert "use --nodes" in caught.value.hint
+    assert "GiB are missing" in caught.value.message
+    assert caught.value.hint == "use --nodes 2"
+    everything = [f"parallel.{name}=1" for name in ("tp_size", "pp_size", "sp_size", "zero_stage")]
+    with pytest.raises(NothingFitsError) as caught:
+        _plan("70b", 2, "dgx-a100-80g", *everything)
+    assert caught.value.hint == "leave tp_size, pp_size, sp_size, zero_stage auto"
     with pytest.raises(NothingFitsError) as caught:
         _plan("70b", 4, "dgx-a100-80g", "parallel.tp_size=4", "parallel.pp_size=4", "parallel.num_microbatches=8")
     assert "--set training.global_batch_size=" in caught.value.hint
+
+
+def test_the_choice_does_not_depend_on_hashing() -> None:
+    code = (
+        "from hpjob.plan.planner import make_plan; from hpjob.recipe.load import load_recipe; "
+        "from hpjob.topology.load import load_machine, machine_topology; "
+        "print(make_plan(load_recipe('7b', []), machine_topology(load_machine('hgx-h100'), 1)).model_dump_json())"
+    )
+    environment = {**os.environ, "PYTHONPATH": str(Path(__file__).resolve().parents[2])}
+    runs = [
+        subprocess.run(
+            [sys.executable, "-c", code],
+            env=environment | {"PYTHONHASHSEED": seed},
+            capture_output=True,
+            text=True,
+            check=True,
+        ).stdout
+        for seed in ("0", "7")
+    ]
+    assert runs[0] == runs[1] == _plan("7b", 1, "hgx-h100").model_dump_json() + "\n"
 
 
 def test_too_many_gpus_per_node_is_the_users_mistake() -> None:
