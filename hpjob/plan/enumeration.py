@@ -27,12 +27,12 @@ def legal_layouts(problem: Problem) -> Iterator[Layout]:
     """Yield every legal layout that keeps the recipe's fixed values."""
     for base in legal_bases(problem):
         for zero in zero_stages(problem.settings, base):
-            for recompute, k in recompute_policies(problem.settings):
+            for recompute, k in recompute_policies(problem):
                 yield base._replace(zero=zero, recompute=recompute, every_kth=k)
 
 
 def legal_bases(problem: Problem) -> Iterator[Layout]:
-    """Yield the legal layouts without ZeRO stage and recomputation, which no rule forbids."""
+    """Yield the legal layouts with the first ZeRO stage and no recomputation; no rule forbids the others."""
     s = problem.settings
     for tp, sp, pp, ep in _degrees(problem):
         dp = problem.world_size // (tp * sp * pp)
@@ -48,6 +48,7 @@ def legal_bases(problem: Problem) -> Iterator[Layout]:
                 seq=problem.seq,
                 precision=s.precision,
                 cpu_offload=s.cpu_offload,
+                zero=0 if s.zero_stage == 0 else 1,
                 zero_shard=s.zero_shard_size,
                 flash=s.enable_flash_attention is not False,
             )
@@ -154,14 +155,18 @@ def zero_stages(s: ParallelSettings, base: Layout) -> list[Literal[0, 1, 2, 3]]:
     return [0] if base.dp * base.sp == 1 else [0, 1, 2, 3]
 
 
-def recompute_policies(s: ParallelSettings) -> list[tuple[RecomputePolicy, int]]:
+def recompute_policies(problem: Problem) -> list[tuple[RecomputePolicy, int]]:
     """Return the policies that the recipe allows with their every-k-th layer, the fastest first.
 
     Each of them needs less memory than the one before. ``selective`` repeats the attention core, which fused
-    kernels never keep, so it is tried only without them.
+    kernels never keep, so it is tried only without them. Layers that are counted stage by stage are priced as
+    the nearest every-k-th.
     """
-    policy, k = s.gradient_checkpoint_config.policy, s.gradient_checkpoint_config.every_kth_layer
-    if policy != "auto":
-        return [(policy, k)]
+    s = problem.settings
+    wish = s.gradient_checkpoint_config
+    if wish.policy != "auto":
+        counts = wish.num_ckpt_layers_per_stage
+        k = max(1, round(problem.shape.num_layers / max(1, sum(counts)))) if counts else wish.every_kth_layer
+        return [(wish.policy, k)]
     selective: list[tuple[RecomputePolicy, int]] = [("selective", 1)] if s.enable_flash_attention is False else []
     return [("none", 1), *selective, *(("full", k) for k in (4, 3, 2, 1))]

@@ -119,7 +119,7 @@ def _recompute_reason(problem: Problem, best: Candidate, limit_gib: float) -> st
     layout, runtime = best.layout, problem.runtime
     name = f"recompute {recompute_words(layout).removesuffix(' recompute')}"
     settings = problem.settings.gradient_checkpoint_config
-    policies = recompute_policies(problem.settings)
+    policies = recompute_policies(problem)
     if settings.policy != "auto":
         return f"{name}: fixed by the recipe"
     place = policies.index((layout.recompute, layout.every_kth))

@@ -17,7 +17,7 @@ from hpjob.plan.model import Plan
 from hpjob.plan.planner import make_plan, make_problem
 from hpjob.plan.problem import Problem
 from hpjob.plan.search import fits_somehow
-from hpjob.recipe.model import GradientCheckpointSettings, ParallelSettings, Recipe
+from hpjob.recipe.model import ParallelSettings, Recipe
 from hpjob.topology.model import Topology
 
 _COSTS: dict[str, int] = {
@@ -26,6 +26,7 @@ _COSTS: dict[str, int] = {
     "num_model_chunks": 4,
     "gradient_checkpoint_config": 6,
     "pp_style": 8,
+    "zero_shard_size": 9,
     "zero_stage": 10,
     "ep_size": 16,
     "sequence_parallelism_mode": 16,
@@ -122,8 +123,8 @@ def _result(plan: Plan, previous: Plan, recipe: Recipe, notes: tuple[str, ...]) 
 
 
 def _fixed_names(settings: ParallelSettings) -> list[str]:
-    names = [name for name in _COSTS if name != "gradient_checkpoint_config" and getattr(settings, name) != "auto"]
-    return names + (["gradient_checkpoint_config"] if settings.gradient_checkpoint_config.policy != "auto" else [])
+    free = ParallelSettings()
+    return [name for name in _COSTS if getattr(settings, name) != getattr(free, name)]
 
 
 def _releases(settings: ParallelSettings) -> Iterator[tuple[str, ...]]:
@@ -134,7 +135,8 @@ def _releases(settings: ParallelSettings) -> Iterator[tuple[str, ...]]:
 
 
 def _auto(names: tuple[str, ...]) -> dict[str, object]:
-    return {name: GradientCheckpointSettings() if name == "gradient_checkpoint_config" else "auto" for name in names}
+    free = ParallelSettings()
+    return {name: getattr(free, name) for name in names}
 
 
 def _sentence(name: str, before: ParallelSettings, plan: Plan) -> str:
@@ -147,6 +149,7 @@ def _sentence(name: str, before: ParallelSettings, plan: Plan) -> str:
         "gradient_checkpoint_config": f"{plan.recompute} recompute",
         "pp_style": pipeline.style,
         "zero_stage": plan.zero_stage,
+        "zero_shard_size": "all data-parallel ranks",
         "ep_size": degrees.ep,
         "sequence_parallelism_mode": plan.sequence_parallelism_mode or "none",
         "sp_size": degrees.sp,

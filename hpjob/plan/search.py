@@ -84,7 +84,7 @@ def survey(problem: Problem, limit_gib: float) -> Survey:
 
 def _survey(problem: Problem, limit_gib: float) -> Survey:
     search = _Search(problem, limit_gib)
-    recompute, k = recompute_policies(problem.settings)[0]
+    recompute, k = recompute_policies(problem)[0]
     step = problem.runtime.least_step
     promising = sorted(
         ((step(base._replace(recompute=recompute, every_kth=k)), index, base))
@@ -105,7 +105,7 @@ class _Search:
 
     def __init__(self, problem: Problem, limit_gib: float) -> None:
         self.problem, self.limit_gib = problem, limit_gib
-        self.policies = recompute_policies(problem.settings)
+        self.policies = recompute_policies(problem)
         self.candidates: list[Candidate] = []
         self.any_fits = False
         self._count: Counter[tuple[int, int, int, int]] = Counter()
@@ -168,7 +168,7 @@ class _Search:
 
 def fits_somehow(problem: Problem, limit_gib: float) -> bool:
     """Whether any legal layout fits into the memory."""
-    smallest = recompute_policies(problem.settings)[-1]
+    smallest = recompute_policies(problem)[-1]
     for base in legal_bases(problem):
         for zero in reversed(zero_stages(problem.settings, base)):
             layout = base._replace(zero=zero, recompute=smallest[0], every_kth=smallest[1])
@@ -179,7 +179,7 @@ def fits_somehow(problem: Problem, limit_gib: float) -> bool:
 
 def _least(problem: Problem) -> Candidate:
     """The layout that needs least memory; ties go to the first one."""
-    recompute, k = recompute_policies(problem.settings)[-1]
+    recompute, k = recompute_policies(problem)[-1]
     layouts = (
         base._replace(zero=zero, recompute=recompute, every_kth=k)
         for base in legal_bases(problem)

@@ -19,7 +19,6 @@ from hpjob.plan.schedule_timeline import Span, timeline
 from hpjob.plan.shape import Shape
 from hpjob.plan.stage_times import StageTimes
 
-
 _HOST_BYTES_PER_S = 10e9
 """Of a rank that updates in the host's memory; assumed: the GPUs of a node share some hundred GB/s."""
 

@@ -92,7 +92,7 @@ def _memory(best: Candidate, candidates: list[Candidate], limit_gib: float) -> C
 
 def _recompute(problem: Problem, best: Candidate, limit_gib: float, faster: bool) -> Change | None:
     """The neighbouring policy of the same layout."""
-    policies = recompute_policies(problem.settings)
+    policies = recompute_policies(problem)
     layout = best.layout
     place = policies.index((layout.recompute, layout.every_kth)) + (-1 if faster else 1)
     if not 0 <= place < len(policies):
