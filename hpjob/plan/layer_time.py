@@ -88,6 +88,7 @@ class LayerModel:
             layout.sequence_mode,
             layout.tp_sharded,
             layout.zero > 0 and self.zero_matters,
+            self._summed(layout),
             layout.recompute,
             layout.precision,
             layout.flash,
@@ -120,6 +121,12 @@ class LayerModel:
             recompute=recompute,
             host_forward=self._host(layout.tp, experts),
         )
+
+    def _summed(self, layout: Layout) -> float:
+        """Part of the microbatches that add their gradients to a sum; without a buffer the first ones need none."""
+        if self.habits.gradients == "buffer":
+            return 1.0
+        return {1: 0.0, 2: 0.5}.get(layout.num_microbatches, 1.0)
 
     def _measured(self, layout: Layout) -> MeasuredLayer | None:
         if not self.hardware.measured_layers:
@@ -161,7 +168,7 @@ class LayerModel:
         weights = sum(self._product(layout, n, k, m, b) for m, n, k, b in sizes)
         params = sum(n * k * b for _, n, k, b in sizes)
         moved = self.habits.sharded_wgrad_bytes if layout.zero else self.habits.wgrad_bytes
-        weights += self.hardware.traffic(params * moved * layout.element_bytes / 2)
+        weights += self.hardware.traffic(params * moved * self._summed(layout) * layout.element_bytes / 2)
         return forward, inputs, weights
 
     def _attention(self, layout: Layout) -> tuple[float, float]:
@@ -217,12 +224,14 @@ class LayerModel:
             one_way = link.ring(tp, layout.tokens * s.hidden * e)
             exposed = 1.0 - self.habits.tp_overlap
             forward += 4 * one_way * exposed
-            # Sharded inputs of the two column-parallel products are gathered again.
-            backward += (5 if layout.sharded_norms else 4) * one_way * exposed
-            if layout.sharded_norms and self.habits.gathered_inputs:
+            # Elsewhere the sharded inputs of the two column-parallel products are gathered again; our runtime keeps
+            # them, or gathers once for the block that begins and the one that ends.
+            again = layout.sharded_norms and not self.habits.is_own
+            backward += (5 if again else 4) * one_way * exposed
+            if layout.sharded_norms and self.habits.is_own:
                 # Gathering along the sequence copies what arrived into its place, and so does scattering.
                 copy = hw.traffic(2.0 * layout.tokens * s.hidden * e)
-                forward, backward = forward + 4 * copy, backward + 5 * copy
+                forward, backward = forward + 4 * copy, backward + 4 * copy
         if sp > 1:
             ring_f, ring_b = self._sequence_axis(layout, attention)
             forward, backward = forward + ring_f, backward + ring_b
