@@ -10,7 +10,7 @@ from typing import Literal
 from hpjob.plan.constants import Calibration, GpuConstants, calibration, gpu_constants
 from hpjob.topology.model import MachineType
 
-_THROUGH_HOST = 12e9
+THROUGH_HOST = 12e9
 """Bytes per second between GPUs of a node whose islands are not linked."""
 _MESSAGE_HALF = 1.0e6
 """Bytes of a rank's message at which a link reaches half of its bandwidth."""
@@ -65,6 +65,8 @@ class Hardware:
     nic_latency: float
     gpu: GpuConstants
     fit: Calibration
+    linked_size: int = 0
+    """GPUs of a node that NVLink connects, though not every pair: rings and neighbours find their way round."""
     is_cpu: bool = False
     island_kind: Literal["nvlink", "xgmi", "pcie", "host"] = "nvlink"
     measured_layers: Mapping[tuple[object, ...], MeasuredLayer] = field(default_factory=dict)
@@ -83,10 +85,11 @@ class Hardware:
         """
         span = size * stride
         island = self.island_bandwidth * self.fit.island
-        if span <= self.island_size:
+        # A ring of several finds its way round a missing link; two ranks may be the very pair that lacks it.
+        if span <= self.island_size or (size > 2 and span <= self.linked_size):
             return Link(island, self.island_latency, False)
         if span <= self.gpus_per_node:
-            return Link(min(island, _THROUGH_HOST), self.island_latency, False)
+            return Link(min(island, THROUGH_HOST), self.island_latency, False)
         per_node = max(1, min(size, self.gpus_per_node // stride)) if stride < self.gpus_per_node else 1
         share = self.nic_bandwidth * self.fit.network * per_node / self.gpus_per_node
         return Link(min(share, island) if per_node > 1 else share, self.nic_latency, True)

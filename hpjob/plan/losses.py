@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from hpjob.plan.hardware import Hardware
+from hpjob.plan.hardware import THROUGH_HOST, Hardware
 from hpjob.plan.layout import Layout
 from hpjob.plan.search import Candidate
 
@@ -26,7 +26,8 @@ def main_loss(hardware: Hardware, best: Candidate, rival: Candidate) -> str:
     if kind == "dp_comm":
         return f"{found[kind]:+.3g} s dp traffic over {link_words(hardware, a.dp * a.sp, a.tp)}"
     if kind == "pp_comm":
-        return f"{found[kind]:+.3g} s transfers between stages"
+        words = link_words(hardware, 2, a.tp * a.sp * a.dp)
+        return f"{found[kind]:+.3g} s transfers between stages over {words}"
     return f"{found[kind]:+.3g} s {kind}"
 
 
@@ -34,6 +35,8 @@ def link_words(hardware: Hardware, size: int, stride: int) -> str:
     """Name the slowest link of a group of ranks with what one rank gets of it."""
     link = hardware.link(size, stride)
     name = "the network" if link.crosses_nodes else _ISLANDS[hardware.island_kind]
+    if not link.crosses_nodes and link.bandwidth <= THROUGH_HOST < hardware.island_bandwidth * hardware.fit.island:
+        name = "the host, as a pair may have no link,"
     return f"{name} at {link.bandwidth / 1e9:.0f} GB/s a GPU"
 
 
@@ -61,6 +64,8 @@ def difference(best: Layout, other: Layout, without: str) -> str:
         ("zero", "zero"),
         ("microbatch", "microbatch"),
         ("style", "schedule"),
+        ("recompute", "recompute"),
+        ("sequence_mode", "sp"),
     )
     found = [
         f"{label} {getattr(other, field)}"

@@ -20,9 +20,9 @@ from hpjob.plan.shape import shape_of
 from hpjob.plan.site import default_site, load_site, with_site
 from hpjob.plan.what_if import binding, changes
 from hpjob.recipe.model import Recipe
-from hpjob.topology.groups import largest_group_size, usable_gpus
+from hpjob.topology.groups import connected_size, largest_group_size, usable_gpus
 from hpjob.topology.load import load_machine
-from hpjob.topology.model import MachineType, Topology
+from hpjob.topology.model import MachineType, Node, Topology
 
 _FALLBACK_MACHINE = "dgx-a100-40g"
 _WIDTHS = 2.0
@@ -84,7 +84,7 @@ def _problem(
         seq=recipe.data.seq_length,
         global_batch=recipe.training.global_batch_size,
         world_size=len(topology.nodes) * per_node,
-        hardware=hardware_of(machine, per_node),
+        hardware=_hardware(machine, topology, per_node),
     )
     found = (load_site(site), site) if site else default_site()
     if found is None:
@@ -115,7 +115,7 @@ def _with_seen_links(machine: MachineType, topology: Topology) -> tuple[MachineT
     """Shrink the island of a machine to what was seen linked in every node."""
     if machine.island_kind not in ("nvlink", "xgmi"):
         return machine, ()
-    sizes = {node.name: largest_group_size(node) for node in topology.nodes if node.gpus and node.islands is not None}
+    sizes = {node.name: largest_group_size(node) for node in _seen(topology)}
     expected = min(machine.island_size, machine.gpus_per_node)
     worst = min(sizes, key=lambda name: sizes[name], default=None)
     if worst is None or sizes[worst] >= expected:
@@ -123,6 +123,19 @@ def _with_seen_links(machine: MachineType, topology: Topology) -> tuple[MachineT
     size = sizes[worst]
     note = f"{worst}: its GPUs are all linked in groups of {size}, not {expected}; tp is kept inside such groups"
     return machine.model_copy(update={"island_size": size}), (note,)
+
+
+def _seen(topology: Topology) -> list[Node]:
+    return [node for node in topology.nodes if node.gpus and node.islands is not None]
+
+
+def _hardware(machine: MachineType, topology: Topology, per_node: int | None) -> Hardware:
+    """Speeds of the nodes; islands with a link missing still connect all their GPUs."""
+    hardware = hardware_of(machine, per_node)
+    if hardware.island_size >= hardware.gpus_per_node or not _seen(topology):
+        return hardware
+    connected = min(connected_size(node) for node in _seen(topology))
+    return replace(hardware, linked_size=hardware.gpus_per_node if connected >= hardware.gpus_per_node else 0)
 
 
 def _ranks_per_node(recipe: Recipe, topology: Topology, machine: MachineType, asked: int | None) -> int:
@@ -218,4 +231,4 @@ def _time_estimate(best: Candidate, problem: Problem) -> TimeEstimate:
 def hardware_for(topology: Topology, gpus_per_node: int | None = None) -> Hardware:
     """Return the speeds that plans for a topology are priced with."""
     machine, _ = _with_seen_links(_machine(topology)[0], topology)
-    return hardware_of(machine, gpus_per_node)
+    return _hardware(machine, topology, gpus_per_node)

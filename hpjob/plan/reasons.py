@@ -89,7 +89,15 @@ def _axis_reason(
     sentences = []
     if fitting:
         rival = min(fitting, key=lambda candidate: candidate.order)
-        sentences.append(_against(problem, best, rival, label, value))
+        # The layout that changes nothing else says most about this axis; the best one may change more.
+        alone = [c for c in fitting if not difference(best.layout, c.layout, label)]
+        by_style: dict[str, Candidate] = {}
+        for candidate in sorted(alone, key=lambda candidate: candidate.order):
+            by_style.setdefault(candidate.layout.style if label == "schedule" else "", candidate)
+        nearest = list(by_style.values()) or [rival]
+        sentences += [_against(problem, best, candidate, label, value) for candidate in nearest]
+        if rival.time.step < 0.99 * nearest[0].time.step:
+            sentences.append(_against(problem, best, rival, label, value))
     faster = [c for c in others if c.memory_gib > limit_gib and c.time.step < best.time.step]
     if faster:
         rival = min(faster, key=lambda candidate: (candidate.memory_gib, candidate.order))
