@@ -51,6 +51,7 @@ def legal_bases(problem: Problem) -> Iterator[Layout]:
                 zero=0 if s.zero_stage == 0 else 1,
                 zero_shard=s.zero_shard_size,
                 flash=s.enable_flash_attention is not False,
+                fp8=s.use_fp8,
             )
             if problems(problem.shape, base._replace(sp=1, dp=dp * sp), problem.world_size):
                 continue

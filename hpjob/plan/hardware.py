@@ -114,6 +114,7 @@ class Hardware:
 
 
 _LAUNCH_S = 3e-6
+_WITHOUT_FP8 = ("v100", "a100", "mi250", "cpu")
 
 
 def _steps_off(n: float, k: float) -> float:
@@ -141,7 +142,7 @@ def hardware_of(machine: MachineType, gpus_per_node: int | None = None, fit: Cal
         memory_gib=machine.gpu_memory_gib,
         peak_half=machine.peak_tflops_bf16 * 1e12,
         peak_single=machine.peak_tflops_fp32 * 1e12,
-        peak_fp8=machine.peak_tflops_bf16 * 2e12,
+        peak_fp8=machine.peak_tflops_bf16 * (1e12 if constants.name in _WITHOUT_FP8 else 2e12),
         memory_bandwidth=machine.memory_bandwidth_gb_s * 1e9,
         gpus_per_node=used,
         island_size=max(1, island),

@@ -32,6 +32,10 @@ def problems(shape: Shape, layout: Layout, world_size: int) -> list[str]:
     found += _pipeline_problems(shape, layout)
     found += _sequence_problems(shape, layout)
     found += _sharding_problems(layout)
+    if layout.fp8 and layout.sequence_mode == "ring":
+        found.append("use_fp8 is not possible with ring, which multiplies in pieces")
+    if layout.fp8 and layout.style == "zbv":
+        found.append("use_fp8 is not possible with zbv, which puts weight gradients off")
     return found
 
 

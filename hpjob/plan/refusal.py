@@ -91,6 +91,7 @@ def _layout_reasons(problem: Problem) -> list[str]:
         zero=1 if s.zero_stage == "auto" else s.zero_stage,
         zero_shard=s.zero_shard_size,
         cpu_offload=s.cpu_offload,
+        fp8=s.use_fp8,
     )
     found = problems(problem.shape, layout, problem.world_size)
     return found or [f"global batch {problem.global_batch} does not spread evenly over any dp and microbatch size"]

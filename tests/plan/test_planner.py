@@ -16,6 +16,7 @@ from hpjob.plan.model import Plan
 from hpjob.plan.planner import make_plan
 from hpjob.plan.shape import shape_of
 from hpjob.recipe.load import load_recipe
+from hpjob.runtime.support import unsupported
 from hpjob.topology.load import load_machine, local_topology, machine_topology
 
 
@@ -35,6 +36,8 @@ def _plan(recipe: str, nodes: int, machine: str, *overrides: str, gpus_per_node:
         ("llama3-8b", 2, "mi300x"),
         ("7b", 2, "pcie-l40s"),
         ("70b", 16, "gb200-nvl72"),
+        ("mixtral-8x7b", 4, "hgx-h100"),
+        ("qwen3-30b-a3b", 2, "hgx-h200"),
     ],
 )
 def test_plan_is_legal_fits_and_can_run(recipe: str, nodes: int, machine: str) -> None:
@@ -43,6 +46,7 @@ def test_plan_is_legal_fits_and_can_run(recipe: str, nodes: int, machine: str) -
     assert plan.degrees.world_size == world == len(plan.placement)
     assert problems(shape_of(load_recipe(recipe, []).model), layout_of(plan), world) == []
     assert unsupported_by_runtime(plan) == []
+    assert unsupported(plan, load_recipe(recipe, [])) == [], "the runtime says the same"
     assert max(rank.total_gib for rank in plan.memory) <= plan.memory_limit_gib
     pipeline = plan.pipeline
     assert plan.degrees.dp * pipeline.num_microbatches * pipeline.microbatch_size == plan.global_batch_size
@@ -62,6 +66,14 @@ def test_fixed_values_are_kept_and_what_the_runtime_lacks_is_said() -> None:
     assert plan.precision == "bf16"
     for sentence in unsupported_by_runtime(plan):
         assert sentence in plan.warnings
+
+
+def test_eight_bit_products_rule_out_the_modes_that_cannot_have_them() -> None:
+    plain, eight = _plan("7b", 1, "hgx-h100"), _plan("7b", 1, "hgx-h100", "parallel.use_fp8=true")
+    assert eight.time.step_s < plain.time.step_s
+    fixed = ["parallel.use_fp8=true", "parallel.pp_size=4", "parallel.pp_style=zbv"]
+    with pytest.raises(UserInputError, match="use_fp8 is not possible with zbv"):
+        _plan("7b", 1, "hgx-h100", *fixed)
 
 
 def test_tiny_runs_as_two_by_two_by_two_here() -> None:
