@@ -1,8 +1,9 @@
 """CPU time of the whole ``hpjob plan`` command, and of a candidate of the search.
 
-    python -m benchmarks.planner_speed [--out FILE]
+    python -m benchmarks.planner_speed [--only 70b:64] [--out FILE]
 
-Each case is a fresh process, so the interpreter's start and all imports count.
+With ``--only`` other cases of FILE stay as they are. Each case is a fresh process, so the interpreter's start and all
+imports count.
 """
 
 from __future__ import annotations
@@ -30,12 +31,17 @@ def main() -> int:
     """Measure all cases and write or print them."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, help="JSON file for the results")
+    parser.add_argument("--only", metavar="RECIPE:NODES", action="append", help="one case; repeatable")
     options = parser.parse_args()
-    records = []
-    for recipe, nodes, machine in _CASES:
-        records.append(_measured(recipe, nodes, machine))
-        print(json.dumps(records[-1]), flush=True)
-    document = {"cores": os.cpu_count(), "python": sys.version.split()[0], "cases": records}
+    chosen = [case for case in _CASES if not options.only or f"{case[0]}:{case[1]}" in options.only]
+    records = {}
+    if options.only and options.out and options.out.is_file():
+        records = {case["command"]: case for case in json.loads(options.out.read_text(encoding="utf-8"))["cases"]}
+    for recipe, nodes, machine in chosen:
+        record = _measured(recipe, nodes, machine)
+        records[record["command"]] = record
+        print(json.dumps(record), flush=True)
+    document = {"cores": os.cpu_count(), "python": sys.version.split()[0], "cases": list(records.values())}
     if options.out:
         options.out.write_text(json.dumps(document, indent=1) + "\n", encoding="utf-8")
     return 0

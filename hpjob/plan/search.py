@@ -17,10 +17,11 @@ _HOPELESS = 1.3
 """Times the usable memory: layouts above it are no neighbours of a plan that fits."""
 FAR = 1.25
 """Times the best step: slower layouts are no neighbours of it."""
-_CLOSE = 1.03
+_CLOSE = 1.01
 """Times the best step: up to here every layout is priced, further off only the most promising of its degrees."""
-_PER_DEGREES = 8
+_PER_DEGREES = 4
 _FINALISTS = 16
+_FEW = 6
 _MAX_SIMULATED_STAGES = 64
 
 
@@ -66,23 +67,28 @@ class Survey:
     """The one that needs least memory, when none fits."""
 
 
-def survey(problem: Problem, limit_gib: float) -> Survey:
+def survey(problem: Problem, limit_gib: float, *, neighbours: bool = True) -> Survey:
     """Price all legal layouts that can be the best ones or say something about them.
 
     Recomputation costs time and saves memory, so of the policies of one layout only the fastest one that fits
     can be the best; the fastest of all is kept, too, to say what memory would bring. Layouts whose bare compute
     takes longer than ``FAR`` times the best step are passed over.
+
+    Args:
+        problem: What to lay out.
+        limit_gib: What a plan may fill of a GPU.
+        neighbours: Also price what is only compared with the best one.
     """
     collects = gc.isenabled()
     gc.disable()  # Hundreds of thousands of small records without cycles.
     try:
-        return _survey(problem, limit_gib)
+        return _survey(problem, limit_gib, neighbours)
     finally:
         if collects:
             gc.enable()
 
 
-def _survey(problem: Problem, limit_gib: float) -> Survey:
+def _survey(problem: Problem, limit_gib: float, neighbours: bool) -> Survey:
     search = _Search(problem, limit_gib)
     recompute, k = recompute_policies(problem)[0]
     step = problem.runtime.least_step
@@ -91,13 +97,14 @@ def _survey(problem: Problem, limit_gib: float) -> Survey:
         for index, base in enumerate(legal_bases(problem))
     )
     for least_s, _, base in promising:
-        if least_s > FAR * search.best_s:
+        if least_s > (FAR if neighbours else _CLOSE) * search.best_s:
             break
         if least_s <= _CLOSE * search.best_s or search.wants_more(base):
             search.visit(base)
     any_legal = bool(promising)
     least = None if search.any_fits or not any_legal else _least(problem)
-    return Survey(_refined(problem, search.candidates + search.near_misses(), limit_gib), any_legal, least)
+    found = search.candidates + (search.near_misses() if neighbours else [])
+    return Survey(_refined(problem, found, limit_gib, _FINALISTS if neighbours else _FEW), any_legal, least)
 
 
 class _Search:
@@ -198,12 +205,12 @@ def _priced(problem: Problem, layout: Layout, memory_gib: float) -> Candidate:
     )
 
 
-def _refined(problem: Problem, candidates: list[Candidate], limit_gib: float) -> list[Candidate]:
+def _refined(problem: Problem, candidates: list[Candidate], limit_gib: float, count: int) -> list[Candidate]:
     """Simulate the schedules of the most promising candidates, whichever reason they are compared for."""
     order = sorted(range(len(candidates)), key=lambda index: candidates[index].order)
     fitting = [index for index in order if candidates[index].memory_gib <= limit_gib]
     runnable = [index for index in fitting if candidates[index].supported]
-    finalists = {*runnable[:_FINALISTS], *fitting[: _FINALISTS // 2], *order[: _FINALISTS // 2]}
+    finalists = {*runnable[:count], *fitting[: count // 2], *order[: count // 2]}
     for index in sorted(finalists):
         old = candidates[index]
         if old.layout.pp > 1 and old.layout.pp * old.layout.chunks <= _MAX_SIMULATED_STAGES:

@@ -10,7 +10,6 @@ from hpjob.plan.model import Change
 from hpjob.plan.problem import Problem
 from hpjob.plan.reasons import recompute_words, summary
 from hpjob.plan.search import Candidate, survey
-from hpjob.recipe.model import ParallelSettings
 
 _WORDS = {
     "compute": "compute",
@@ -61,18 +60,22 @@ def _nodes(problem: Problem, best: Candidate, limit_gib: float, now: int, count:
     """The best plan on other nodes with the degrees inside a pipeline stage as they are."""
     if count < 1:
         return None
-    pinned = {"tp_size": best.layout.tp, "sp_size": best.layout.sp} | _mode(problem.settings, best)
+    pinned = {"tp_size": best.layout.tp, "sp_size": best.layout.sp} | _mode(best)
+    if (count * problem.world_size // now) % (best.layout.tp * best.layout.ep) == 0:
+        pinned["ep_size"] = best.layout.ep
     settings = problem.settings.model_copy(update=pinned)
     per_node = problem.world_size // now
     other = replace(problem, settings=settings, world_size=count * per_node)
-    fitting = [c for c in survey(other, limit_gib).candidates if c.memory_gib <= limit_gib and c.supported]
+    fitting = [
+        c for c in survey(other, limit_gib, neighbours=False).candidates if c.memory_gib <= limit_gib and c.supported
+    ]
     words = f"{count} nodes"
     if not fitting:
         return Change(change=words, summary=f"no plan that fits with tp {best.layout.tp} · sp {best.layout.sp}")
     return _change(words, best, min(fitting, key=lambda candidate: candidate.order))
 
 
-def _mode(settings: ParallelSettings, best: Candidate) -> dict[str, object]:
+def _mode(best: Candidate) -> dict[str, object]:
     if best.layout.sequence_mode is None:
         return {"enable_sequence_parallelism": False}
     return {"sequence_parallelism_mode": best.layout.sequence_mode}
