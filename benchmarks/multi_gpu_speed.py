@@ -13,9 +13,8 @@ from benchmarks.workload import LLAMA_7B, PEAK_TFLOPS, TINY, flops_per_token, wo
 from hpjob.core.errors import HpjobError
 from hpjob.plan.hardware import Hardware, hardware_of
 from hpjob.plan.legality import layout_of
-from hpjob.plan.memory import worst_total_gib
+from hpjob.plan.own_runtime import OwnRuntime
 from hpjob.plan.shape import shape_of
-from hpjob.plan.step_time import StepModel
 from hpjob.runtime.parity.case import Case
 from hpjob.runtime.process_pool import ProcessPool, WorkerError
 from hpjob.runtime.support import unsupported
@@ -115,11 +114,12 @@ def _prediction(case: Case, step_s: float) -> dict[str, Any]:
     shape = shape_of(case.recipe.model)
     hardware: Hardware = hardware_of(load_machine("hgx-h200"), max(2, case.world))
     layout = layout_of(case.plan)
-    time_ = StepModel(shape, hardware).step(layout)
+    model = OwnRuntime(shape, hardware)
+    time_ = model.step(layout)
     return {
         "predicted_s": time_.step,
         "predicted_error": time_.step / step_s - 1,
-        "predicted_gib": worst_total_gib(shape, layout),
+        "predicted_gib": model.worst_gib(layout),
     }
 
 

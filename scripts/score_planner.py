@@ -80,6 +80,7 @@ def _text(figures: dict) -> str:
     ]
     for reason, ids in figures["skipped"].items():
         lines.append(f"  {len(ids):>4}  {reason}: {', '.join(ids[:4])}{', …' if len(ids) > 4 else ''}")
+    lines += ["", "what was set with which rows in view:", *(f"  {sentence}" for sentence in figures["seen"])]
     return "\n".join(lines)
 
 

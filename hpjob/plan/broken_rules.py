@@ -67,6 +67,7 @@ def _layout_reasons(problem: Problem) -> list[str]:
         zero=1 if s.zero_stage == "auto" else s.zero_stage,
         zero_shard=s.zero_shard_size,
         cpu_offload=s.cpu_offload,
+        fp8=s.use_fp8,
     )
     if s.enable_sequence_parallelism is True and mode is None and tp == 1:
         return [

@@ -24,6 +24,7 @@ class GpuConstants:
     flash1: tuple[float, float]
     flash2: tuple[float, float]
     memory: float
+    cudnn: tuple[float, float]
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,9 +34,10 @@ class Framework:
     name: str
     layer_cpu_ms: float
     fused: FusionLevel
-    attention: Literal["flash1", "flash2", "unfused"]
+    attention: Literal["flash1", "flash2", "cudnn", "unfused"]
     dropout: bool
     gradient_bytes: float
+    gradients: Literal["buffer", "lazy"]
     bf16_sum_bytes: float
     shard_bytes: float
     wgrad_bytes: float
@@ -46,13 +48,24 @@ class Framework:
     gather_bytes: float
     reduce_bytes: float
     logits_bytes: float
+    vocabulary_multiple: int
+    gathered_inputs: float
+    update_bytes: float
     fragmentation: float
     buffers_gib: float
+    zero3_weight_bytes: float
+    copy_bytes: float
+    stage_buffers: float
     selective: Literal["attention", "half"]
     slack: float
     sharded_slack: float
     default_zero: Literal[0, 1, 2, 3]
     interleaves: bool
+
+    @property
+    def is_own(self) -> bool:
+        """Whether it is the runtime of this project."""
+        return self.name.startswith("hpjob")
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,6 +124,7 @@ def gpu_constants(gpu_model: str) -> GpuConstants:
     entries = _data("gpus")["gpus"]
     found = _first_match(entries, gpu_model) or _first_match(entries, "A100") or {}
     values = {key: value for key, value in found.items() if key not in ("match", "source")}
+    values.setdefault("cudnn", values["flash2"])
     return GpuConstants(name=str(found["match"]).split("|", maxsplit=1)[0].lower(), **values)
 
 

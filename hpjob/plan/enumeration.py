@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Literal
 
+from hpjob.plan.layer_split import best_relief
 from hpjob.plan.layout import Layout
 from hpjob.plan.legality import problems
 from hpjob.plan.problem import Problem
@@ -24,6 +25,14 @@ def divisors(number: int) -> list[int]:
 
 def legal_layouts(problem: Problem) -> Iterator[Layout]:
     """Yield every legal layout that keeps the recipe's fixed values."""
+    for base in legal_bases(problem):
+        for zero in zero_stages(problem.settings, base):
+            for recompute, k in recompute_policies(problem):
+                yield base._replace(zero=zero, recompute=recompute, every_kth=k)
+
+
+def legal_bases(problem: Problem) -> Iterator[Layout]:
+    """Yield the legal layouts with the first ZeRO stage and no recomputation; no rule forbids the others."""
     s = problem.settings
     for tp, sp, pp, ep in _degrees(problem):
         dp = problem.world_size // (tp * sp * pp)
@@ -39,7 +48,10 @@ def legal_layouts(problem: Problem) -> Iterator[Layout]:
                 seq=problem.seq,
                 precision=s.precision,
                 cpu_offload=s.cpu_offload,
+                zero=0 if s.zero_stage == 0 else 1,
                 zero_shard=s.zero_shard_size,
+                flash=s.enable_flash_attention is not False,
+                fp8=s.use_fp8,
             )
             if problems(problem.shape, base._replace(sp=1, dp=dp * sp), problem.world_size):
                 continue
@@ -53,12 +65,18 @@ def _variants(problem: Problem, base: Layout) -> Iterator[Layout]:
             shaped = base._replace(sequence_mode=mode, style=style, chunks=chunks)
             if problems(problem.shape, shaped, problem.world_size):
                 continue
-            for zero in _zero_stages(s, base):
-                if problems(problem.shape, shaped._replace(zero=zero), problem.world_size):
-                    continue
-                for recompute in _recompute(s):
-                    k = s.gradient_checkpoint_config.every_kth_layer
-                    yield shaped._replace(zero=zero, recompute=recompute, every_kth=k)
+            yield shaped
+            if relief := _relief(problem, shaped):
+                yield shaped._replace(relief=relief)
+
+
+def _relief(problem: Problem, layout: Layout) -> int:
+    """Layers that the last stage should give away, by the times of head and layer."""
+    if layout.pp == 1:
+        return 0
+    layers = problem.runtime.time_model(layout).layers
+    head = sum(layers.head(layout)) / sum(layers.layer(layout, experts=problem.shape.num_experts > 0).passes()[:3])
+    return best_relief(problem.shape.num_layers, layout.pp, layout.chunks, layout.style, round(head, 2))
 
 
 def _options(fixed: int | str, choices: list[int]) -> list[int]:
@@ -111,7 +129,7 @@ def _modes(s: ParallelSettings, base: Layout) -> list[SequenceParallelismMode | 
         return [s.sequence_parallelism_mode]
     if base.sp > 1:
         return ["all_to_all", "ring_attn"]
-    sharded: list[SequenceParallelismMode | None] = ["split_gather"] if base.tp > 1 else []
+    sharded: list[SequenceParallelismMode | None] = ["split_gather", "ring"] if base.tp > 1 else []
     return sharded if s.enable_sequence_parallelism is True else [None, *sharded]
 
 
@@ -130,7 +148,7 @@ def _schedules(s: ParallelSettings, base: Layout, num_layers: int) -> list[tuple
     return found
 
 
-def _zero_stages(s: ParallelSettings, base: Layout) -> list[Literal[0, 1, 2, 3]]:
+def zero_stages(s: ParallelSettings, base: Layout) -> list[Literal[0, 1, 2, 3]]:
     if s.zero_stage != "auto":
         return [s.zero_stage]
     if s.cpu_offload or s.zero_shard_size is not None:
@@ -138,6 +156,18 @@ def _zero_stages(s: ParallelSettings, base: Layout) -> list[Literal[0, 1, 2, 3]]
     return [0] if base.dp * base.sp == 1 else [0, 1, 2, 3]
 
 
-def _recompute(s: ParallelSettings) -> list[RecomputePolicy]:
-    policy = s.gradient_checkpoint_config.policy
-    return ["none", "full"] if policy == "auto" else [policy]
+def recompute_policies(problem: Problem) -> list[tuple[RecomputePolicy, int]]:
+    """Return the policies that the recipe allows with their every-k-th layer, the fastest first.
+
+    Each of them needs less memory than the one before. ``selective`` repeats the attention core, which fused
+    kernels never keep, so it is tried only without them. Layers that are counted stage by stage are priced as
+    the nearest every-k-th.
+    """
+    s = problem.settings
+    wish = s.gradient_checkpoint_config
+    if wish.policy != "auto":
+        counts = wish.num_ckpt_layers_per_stage
+        k = max(1, round(problem.shape.num_layers / max(1, sum(counts)))) if counts else wish.every_kth_layer
+        return [(wish.policy, k)]
+    selective: list[tuple[RecomputePolicy, int]] = [("selective", 1)] if s.enable_flash_attention is False else []
+    return [("none", 1), *selective, *(("full", k) for k in (4, 3, 2, 1))]

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from hpjob.plan.model import MemoryEstimate, Plan
+from hpjob.plan.model import Change, MemoryEstimate, Plan
+from hpjob.plan.replan import Replan
 
 _WIDTH = 16
 
@@ -13,9 +14,30 @@ def render_plan(plan: Plan) -> str:
     lines += _memory(plan)
     lines += _time(plan)
     lines += _listed("why", plan.reasons)
+    lines += _listed("binds", [plan.binding] if plan.binding else [])
     lines += _listed("next best", [f"{r.summary}: {r.why_not}" for r in plan.runners_up])
+    lines += _listed("one change", [_change(change) for change in plan.changes])
+    lines += _listed(plan.basis, [plan.basis_note] if plan.basis_note else [])
     lines += _listed("warning", plan.warnings)
     return "\n".join(lines)
+
+
+def render_replan(found: Replan) -> str:
+    """Return the new plan below what changes against the old one."""
+    old, new = found.previous, found.plan
+    had = _seconds(found.old_step_s) if found.old_step_s else "not known"
+    change = f" ({100 * (found.new_step_s / found.old_step_s - 1):+.0f} %)" if found.old_step_s else ""
+    lines = [
+        f"{new.recipe}: {old.num_nodes} x {old.gpus_per_node} ranks before, {new.num_nodes} x {new.gpus_per_node} now",
+        f"  {'before':<{_WIDTH}}{old.summary}",
+        f"  {'now':<{_WIDTH}}{new.summary}",
+        f"  {'step time':<{_WIDTH}}{had} before, {_seconds(found.new_step_s)} now{change}",
+        f"  {'batch':<{_WIDTH}}{new.global_batch_size} sequences of {new.seq_length} tokens in the same order",
+        f"  {'checkpoint':<{_WIDTH}}loads: tensors are saved under global names and cut anew when they are read",
+        *_listed("released", found.notes),
+        "",
+    ]
+    return "\n".join(lines) + "\n" + render_plan(new)
 
 
 def _title(plan: Plan) -> str:
@@ -82,6 +104,13 @@ def _time(plan: Plan) -> list[str]:
         f"  {'':<{_WIDTH}}compute {_seconds(t.compute_s)}  bubble {_seconds(t.bubble_s)}  tp {_seconds(t.tp_comm_s)}  "
         f"pp {_seconds(t.pp_comm_s)}  dp {_seconds(t.dp_comm_s)}  optimizer {_seconds(t.optimizer_s)}",
     ]
+
+
+def _change(change: Change) -> str:
+    if change.step_s is None or change.percent is None:
+        return f"{change.change}: {change.summary}"
+    words = f"{change.percent:+.1f} % step time ({_seconds(change.step_s)}, {change.memory_gib:.1f} GiB)"
+    return f"{change.change}: {words}, {change.summary}"
 
 
 def _seconds(value: float) -> str:

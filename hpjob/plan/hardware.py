@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from math import hypot, log2
+from typing import Literal
 
 from hpjob.plan.constants import Calibration, GpuConstants, calibration, gpu_constants
 from hpjob.topology.model import MachineType
 
-_THROUGH_HOST = 12e9
+THROUGH_HOST = 12e9
 """Bytes per second between GPUs of a node whose islands are not linked."""
 _MESSAGE_HALF = 1.0e6
 """Bytes of a rank's message at which a link reaches half of its bandwidth."""
@@ -36,6 +38,14 @@ class Link:
         return num_bytes / self.bandwidth + self.latency
 
 
+@dataclass(frozen=True, slots=True)
+class MeasuredLayer:
+    """Seconds of one layer and microbatch on one rank, without communication."""
+
+    forward: float
+    backward: float
+
+
 @dataclass(frozen=True, eq=False)
 class Hardware:
     """One kind of node, as the cost models see it; bytes, seconds and FLOP/s."""
@@ -55,7 +65,12 @@ class Hardware:
     nic_latency: float
     gpu: GpuConstants
     fit: Calibration
+    linked_size: int = 0
+    """GPUs of a node that NVLink connects, though not every pair: rings and neighbours find their way round."""
     is_cpu: bool = False
+    island_kind: Literal["nvlink", "xgmi", "pcie", "host"] = "nvlink"
+    measured_layers: Mapping[tuple[object, ...], MeasuredLayer] = field(default_factory=dict)
+    """(hidden, ffn, tokens, seq, tp, sp, ep, sequence mode, precision) -> times that replace the model's."""
 
     @property
     def gemm_efficiency(self) -> float:
@@ -70,10 +85,11 @@ class Hardware:
         """
         span = size * stride
         island = self.island_bandwidth * self.fit.island
-        if span <= self.island_size:
+        # A ring of several finds its way round a missing link; two ranks may be the very pair that lacks it.
+        if span <= self.island_size or (size > 2 and span <= self.linked_size):
             return Link(island, self.island_latency, False)
         if span <= self.gpus_per_node:
-            return Link(min(island, _THROUGH_HOST), self.island_latency, False)
+            return Link(min(island, THROUGH_HOST), self.island_latency, False)
         per_node = max(1, min(size, self.gpus_per_node // stride)) if stride < self.gpus_per_node else 1
         share = self.nic_bandwidth * self.fit.network * per_node / self.gpus_per_node
         return Link(min(share, island) if per_node > 1 else share, self.nic_latency, True)
@@ -98,6 +114,7 @@ class Hardware:
 
 
 _LAUNCH_S = 3e-6
+_WITHOUT_FP8 = ("v100", "a100", "mi250", "cpu")
 
 
 def _steps_off(n: float, k: float) -> float:
@@ -125,7 +142,7 @@ def hardware_of(machine: MachineType, gpus_per_node: int | None = None, fit: Cal
         memory_gib=machine.gpu_memory_gib,
         peak_half=machine.peak_tflops_bf16 * 1e12,
         peak_single=machine.peak_tflops_fp32 * 1e12,
-        peak_fp8=machine.peak_tflops_bf16 * 2e12,
+        peak_fp8=machine.peak_tflops_bf16 * (1e12 if constants.name in _WITHOUT_FP8 else 2e12),
         memory_bandwidth=machine.memory_bandwidth_gb_s * 1e9,
         gpus_per_node=used,
         island_size=max(1, island),
@@ -136,4 +153,5 @@ def hardware_of(machine: MachineType, gpus_per_node: int | None = None, fit: Cal
         gpu=constants,
         fit=fit or calibration(),
         is_cpu=machine.island_kind == "host",
+        island_kind=machine.island_kind,
     )

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from math import ceil, log2
 
 from hpjob.plan.constants import Framework
-from hpjob.plan.hardware import Hardware
+from hpjob.plan.hardware import Hardware, MeasuredLayer
 from hpjob.plan.layout import Layout
 from hpjob.plan.shape import Shape
 
@@ -29,19 +29,19 @@ class LayerTime:
     comm_forward: float
     comm_backward: float
     recompute: float
-    """Forward work done again in the backward pass, its collectives included."""
+    """Forward work done again in the backward pass of a layer that recomputes, its collectives included."""
     host_forward: float
     """Host time to issue the forward pass."""
 
-    def passes(self) -> tuple[float, float, float]:
-        """Wall time of forward, input-gradient (with recomputation) and weight-gradient pass."""
+    def passes(self) -> tuple[float, float, float, float]:
+        """Wall time of forward, input-gradient and weight-gradient pass, and of recomputation."""
         host = self.host_forward
         forward = _longer(self.forward + self.comm_forward, host)
         recomputed = self.recompute / (self.forward + self.comm_forward) * forward if self.recompute else 0.0
         device = self.backward_input + self.comm_backward
         backward = _longer(device + self.backward_weight, 2.0 * host)
         weight = backward * self.backward_weight / (device + self.backward_weight)
-        return forward, backward - weight + recomputed, weight
+        return forward, backward - weight, weight, recomputed
 
 
 def _longer(device: float, host: float) -> float:
@@ -55,7 +55,10 @@ class LayerModel:
         self.shape = shape
         self.hardware = hardware
         self.habits = habits
+        # Whether adding a gradient to its buffer costs another time under ZeRO.
+        self.zero_matters = habits.wgrad_bytes != habits.sharded_wgrad_bytes
         self._layers: dict[tuple[object, ...], LayerTime] = {}
+        self._passes: dict[tuple[object, ...], tuple[float, float, float, float]] = {}
         self._heads: dict[tuple[object, ...], tuple[float, float, float]] = {}
 
     def layer(self, layout: Layout, *, experts: bool = False) -> LayerTime:
@@ -66,8 +69,15 @@ class LayerModel:
             found = self._layers[key] = self._layer(layout, experts)
         return found
 
-    @staticmethod
-    def key(layout: Layout) -> tuple[object, ...]:
+    def passes(self, layout: Layout, experts: bool) -> tuple[float, float, float, float]:
+        """Return the wall times of a layer's passes; see :meth:`LayerTime.passes`."""
+        key = (*self.key(layout), experts)
+        found = self._passes.get(key)
+        if found is None:
+            found = self._passes[key] = self.layer(layout, experts=experts).passes()
+        return found
+
+    def key(self, layout: Layout) -> tuple[object, ...]:
         """What of a layout decides the time of a layer."""
         return (
             layout.tokens,
@@ -77,9 +87,9 @@ class LayerModel:
             layout.ep,
             layout.sequence_mode,
             layout.tp_sharded,
-            layout.zero > 0,
+            layout.zero > 0 and self.zero_matters,
+            self._summed(layout),
             layout.recompute,
-            layout.every_kth,
             layout.precision,
             layout.flash,
             layout.fp8,
@@ -90,21 +100,40 @@ class LayerModel:
         linear_f, linear_i, linear_w = self._linears(layout, experts)
         passes = self.hardware.traffic(layout.tokens * self._traffic_bytes(layout, experts))
         comm_f, comm_b = self._collectives(layout, experts, attention)
-        forward = linear_f + attention[0] + passes
+        forward, backward_i = linear_f + attention[0] + passes, linear_i + attention[1] + 1.9 * passes
+        if found := self._measured(layout):
+            backward = backward_i + linear_w
+            forward, backward_i, linear_w = (
+                found.forward,
+                *(found.backward * part / backward for part in (backward_i, linear_w)),
+            )
         recompute = 0.0
         if layout.recompute == "full":
-            recompute = (forward + comm_f) / layout.every_kth
+            recompute = forward + comm_f
         elif layout.recompute == "selective":
             recompute = attention[0] if self.habits.selective == "attention" else (forward + comm_f) / 2
         return LayerTime(
             forward=forward,
-            backward_input=linear_i + attention[1] + 1.9 * passes,
+            backward_input=backward_i,
             backward_weight=linear_w,
             comm_forward=comm_f,
             comm_backward=comm_b,
             recompute=recompute,
             host_forward=self._host(layout.tp, experts),
         )
+
+    def _summed(self, layout: Layout) -> float:
+        """Part of the microbatches that add their gradients to a sum; without a buffer the first ones need none."""
+        if self.habits.gradients == "buffer":
+            return 1.0
+        return {1: 0.0, 2: 0.5}.get(layout.num_microbatches, 1.0)
+
+    def _measured(self, layout: Layout) -> MeasuredLayer | None:
+        if not self.hardware.measured_layers:
+            return None
+        s, a = self.shape, layout
+        key = (s.hidden, s.ffn, a.tokens, a.seq, a.tp, a.sp, a.ep, a.sequence_mode, a.precision)
+        return self.hardware.measured_layers.get(key)
 
     def _host(self, tp: int, experts: bool) -> float:
         """Seconds to issue a forward pass; ranks of a tp group also wait for the slowest of them."""
@@ -121,10 +150,7 @@ class LayerModel:
     def _linears(self, layout: Layout, experts: bool) -> tuple[float, float, float]:
         """Forward, input-gradient and weight-gradient seconds of all linear layers."""
         s, tp, tokens = self.shape, layout.tp, layout.tokens
-        sizes = [
-            (float(tokens), out // tp if out_sharded else out, inner // tp if in_sharded else inner, 1.0)
-            for out, inner, out_sharded, in_sharded in s.attention_products
-        ]
+        sizes = [(float(tokens), out, inner, 1.0) for out, inner in s.local_attention_products(tp)]
         up = 2 if s.gated else 1
         if experts:
             local = s.num_experts / layout.ep
@@ -142,7 +168,7 @@ class LayerModel:
         weights = sum(self._product(layout, n, k, m, b) for m, n, k, b in sizes)
         params = sum(n * k * b for _, n, k, b in sizes)
         moved = self.habits.sharded_wgrad_bytes if layout.zero else self.habits.wgrad_bytes
-        weights += self.hardware.traffic(params * moved * layout.element_bytes / 2)
+        weights += self.hardware.traffic(params * moved * self._summed(layout) * layout.element_bytes / 2)
         return forward, inputs, weights
 
     def _attention(self, layout: Layout) -> tuple[float, float]:
@@ -153,10 +179,14 @@ class LayerModel:
         flops = 2.0 * layout.tokens * seq * width
         if layout.flash:
             dim = s.q_width / s.heads
-            shape_factor = hw.fit.attention * min(1.0, (dim / 128) ** 0.25) * seq / (seq + 300.0)
+            is_cudnn = self.habits.attention == "cudnn" and hw.gpu.cudnn != hw.gpu.flash2
+            # Measured on the kernel itself, that one needs no correction and longer rows to reach its peak.
+            factor, half_speed = (1.0, 590.0) if is_cudnn else (hw.fit.attention, 300.0)
+            shape_factor = factor * min(1.0, (dim / 128) ** 0.25) * seq / (seq + half_speed)
             speed = (hw.peak_half if layout.precision != "fp32" else hw.peak_single) * shape_factor
             causal = flops / 2
-            forward, backward = hw.gpu.flash1 if self.habits.attention == "flash1" else hw.gpu.flash2
+            kernels = {"flash1": hw.gpu.flash1, "cudnn": hw.gpu.cudnn}
+            forward, backward = kernels.get(self.habits.attention, hw.gpu.flash2)
             return causal / (speed * forward) + 6e-6, 2.5 * causal / (speed * backward) + 1.2e-5
         heads = s.heads / shards
         batch = layout.tokens / seq * heads
@@ -194,8 +224,14 @@ class LayerModel:
             one_way = link.ring(tp, layout.tokens * s.hidden * e)
             exposed = 1.0 - self.habits.tp_overlap
             forward += 4 * one_way * exposed
-            # Sharded inputs of the two column-parallel products are gathered again.
-            backward += (5 if layout.sharded_norms else 4) * one_way * exposed
+            # Elsewhere the sharded inputs of the two column-parallel products are gathered again; our runtime keeps
+            # them, or gathers once for the block that begins and the one that ends.
+            again = layout.sharded_norms and not self.habits.is_own
+            backward += (5 if again else 4) * one_way * exposed
+            if layout.sharded_norms and self.habits.is_own:
+                # Gathering along the sequence copies what arrived into its place, and so does scattering.
+                copy = hw.traffic(2.0 * layout.tokens * s.hidden * e)
+                forward, backward = forward + 4 * copy, backward + 4 * copy
         if sp > 1:
             ring_f, ring_b = self._sequence_axis(layout, attention)
             forward, backward = forward + ring_f, backward + ring_b
@@ -225,7 +261,8 @@ class LayerModel:
         key = (layout.tokens, layout.tp, layout.precision, layout.fp8)
         found = self._heads.get(key)
         if found is None:
-            n, h, tokens = self.shape.vocab / layout.tp, self.shape.hidden, layout.tokens
+            unit = self.habits.vocabulary_multiple
+            n, h, tokens = float(-(-self.shape.vocab // (layout.tp * unit)) * unit), self.shape.hidden, layout.tokens
             loss = self.hardware.traffic(3.0 * self.habits.logits_bytes * tokens * n) / 2
             found = (
                 self._product(layout, tokens, n, h) + loss,

@@ -28,6 +28,8 @@ class Layout(NamedTuple):
     """Data-parallel ranks that hold the state once together; None = all of them."""
     style: PipelineStyle = "1f1b"
     chunks: int = 1
+    relief: int = 0
+    """Layers that the last stage gives to the others because the head and the loss are its own."""
     recompute: RecomputePolicy = "none"
     every_kth: int = 1
     precision: Precision = "bf16"
@@ -88,6 +90,27 @@ def split_layers(num_layers: int, num_stages: int) -> tuple[int, ...]:
     for stage in order[:extra]:
         sizes[stage] += 1
     return tuple(sizes)
+
+
+@lru_cache(maxsize=4096)
+def relieved_split(num_layers: int, num_stages: int, relief: int) -> tuple[int, ...]:
+    """Split layers with ``relief`` fewer in the last stage than an even split gives it.
+
+    Raises:
+        ValueError: A stage would be left without a layer.
+    """
+    even = split_layers(num_layers, num_stages)
+    if not relief:
+        return even
+    last = even[-1] - relief
+    if num_stages < 2 or last < 1:
+        raise ValueError(f"{num_layers} layers over {num_stages} stages leave {relief} fewer for the last none")
+    return (*split_layers(num_layers - last, num_stages - 1), last)
+
+
+def stage_layers(num_layers: int, layout: Layout) -> tuple[int, ...]:
+    """Return the decoder layers of each stage of a layout, in model order."""
+    return relieved_split(num_layers, layout.pp * layout.chunks, layout.relief)
 
 
 def stages_of_rank(pp_rank: int, pp: int, chunks: int, style: PipelineStyle) -> tuple[int, ...]:

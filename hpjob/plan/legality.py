@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from hpjob.plan.layout import Layout
+from hpjob.plan.layout import Layout, relieved_split, split_layers
 from hpjob.plan.model import Plan
 from hpjob.plan.shape import Shape
 from hpjob.recipe.config_json import KNOWN_FAMILIES
@@ -51,6 +51,10 @@ def problems(shape: Shape, layout: Layout, world_size: int) -> list[str]:
     found += _pipeline_problems(shape, layout)
     found += _sequence_problems(shape, layout)
     found += _sharding_problems(layout)
+    if layout.fp8 and layout.sequence_mode == "ring":
+        found.append("use_fp8 is not possible with ring, which multiplies in pieces")
+    if layout.fp8 and layout.style == "zbv":
+        found.append("use_fp8 is not possible with zbv, which puts weight gradients off")
     return found
 
 
@@ -169,8 +173,17 @@ def layout_of(plan: Plan) -> Layout:
         zero_shard=plan.zero_shard_size,
         style=p.style,
         chunks=p.num_model_chunks,
+        relief=_relief(p.layers_per_stage),
         recompute=plan.recompute,
         every_kth=plan.recompute_every_kth_layer,
         precision=plan.precision,
         cpu_offload=plan.cpu_offload,
     )
+
+
+def _relief(layers_per_stage: tuple[int, ...]) -> int:
+    """How many layers fewer than an even split the last stage has; other splits are priced as even ones."""
+    even = split_layers(sum(layers_per_stage), len(layers_per_stage))
+    relief = even[-1] - layers_per_stage[-1]
+    is_known = relief > 0 and relieved_split(sum(even), len(even), relief) == layers_per_stage
+    return relief if is_known else 0

@@ -7,13 +7,16 @@ the schedule holds in flight.
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from typing import Literal
 
-from hpjob.plan.constants import Framework, framework
+from hpjob.plan.activations import in_flight, layer_activation_bytes
+from hpjob.plan.constants import Framework
 from hpjob.plan.hardware import Hardware
-from hpjob.plan.layout import Layout, split_layers, stages_of_rank
-from hpjob.plan.model import MemoryEstimate
+from hpjob.plan.layout import Layout, stage_layers, stages_of_rank
 from hpjob.plan.shape import Shape
+from hpjob.recipe.model import RecomputePolicy
 
 GIB = 2**30
 _CONTEXT_GIB = 1.4
@@ -52,172 +55,217 @@ class RankBytes:
         return self.tensors + self.reserve
 
 
-def rank_memory(
-    shape: Shape, layout: Layout, pp_rank: int, *, is_cpu: bool = False, habits: Framework | None = None
-) -> MemoryEstimate:
-    """Return the peak memory of the ranks of one pipeline stage."""
-    b = rank_bytes(shape, layout, pp_rank, habits or framework("hpjob"), is_cpu=is_cpu)
-    return MemoryEstimate(
-        pp_rank=pp_rank,
-        weights_gib=round(b.weights / GIB, 3),
-        gradients_gib=round(b.gradients / GIB, 3),
-        optimizer_gib=round(b.optimizer / GIB, 3),
-        activations_gib=round(b.activations / GIB, 3),
-        logits_gib=round(b.logits / GIB, 3),
-        workspace_gib=round(b.reserve / GIB, 3),
-    )
-
-
-def worst_bytes(
-    shape: Shape, layout: Layout, habits: Framework, *, is_cpu: bool = False, enough: float = float("inf")
-) -> RankBytes:
-    """Return the bytes of the fullest rank.
-
-    That is the first (embedding, most microbatches in flight), the last (logits), or the second where the
-    first has fewer layers.
-
-    Args:
-        shape: Sizes of the model.
-        layout: Where it goes.
-        habits: Those of the framework.
-        is_cpu: Ranks run on CPU cores.
-        enough: Bytes above which the first rank is answer enough.
-    """
-    worst = rank_bytes(shape, layout, 0, habits, is_cpu=is_cpu)
-    if layout.pp == 1 or worst.total > enough:
-        return worst
-    stages = split_layers(shape.num_layers, layout.pp * layout.chunks)
-    others = {layout.pp - 1} | ({1} if min(stages) < max(stages) else set())
-    for rank in sorted(others):
-        found = rank_bytes(shape, layout, rank, habits, is_cpu=is_cpu)
-        worst = found if found.total > worst.total else worst
-    return worst
-
-
-def worst_total_gib(shape: Shape, layout: Layout, *, is_cpu: bool = False, enough_gib: float = float("inf")) -> float:
-    """Return the total of the fullest rank under the habits of our runtime."""
-    return worst_bytes(shape, layout, framework("hpjob"), is_cpu=is_cpu, enough=enough_gib * GIB).total / GIB
-
-
 def rank_bytes(shape: Shape, layout: Layout, pp_rank: int, habits: Framework, *, is_cpu: bool = False) -> RankBytes:
     """Return the bytes of the ranks of one pipeline stage by kind."""
-    stages = split_layers(shape.num_layers, layout.pp * layout.chunks)
-    held = stages_of_rank(pp_rank, layout.pp, layout.chunks, layout.style)
-    dense_layers, expert_layers = _layer_counts(shape, stages, held)
-    has_head = len(stages) - 1 in held
-    ends = (shape.embedding_params if 0 in held else 0) + (
-        shape.head_params if has_head and not (shape.tied and 0 in held) else 0
-    )
-    always = dense_layers * shape.dense_layer_params + expert_layers * shape.always_params + ends
-    routed = expert_layers * shape.routed_params / layout.ep
-    shards = layout.state_shards
-    weights, gradients, optimizer = _state_bytes(always / layout.tp, shards, layout, habits)
-    if routed:
-        more = _state_bytes(routed / layout.tp, max(1, shards // layout.ep), layout, habits)
-        weights, gradients, optimizer = weights + more[0], gradients + more[1], optimizer + more[2]
-    if layout.cpu_offload:
-        # The host holds the shards: of weights with ZeRO 3, of gradients from ZeRO 2 on.
-        weights, gradients, optimizer = weights * (layout.zero != 3), gradients * (layout.zero < 2), 0.0
-    if layout.zero == 3 and (shards > 1 or layout.cpu_offload):
-        # Two layers are whole at a time: the one that computes and the one that is fetched.
-        largest = shape.always_params + shape.routed_params / layout.ep if routed else shape.dense_layer_params
-        weights += 2 * largest / layout.tp * layout.element_bytes
-    activations = _activation_bytes(shape, layout, pp_rank, (dense_layers, expert_layers), habits)
-    logits_bytes = habits.logits_bytes if layout.precision != "fp32" else 12
-    logits = layout.tokens * shape.vocab / layout.tp * logits_bytes if has_head else 0.0
-    axes = sum(size > 1 for size in (layout.tp, layout.pp, layout.dp, layout.sp, layout.ep))
-    buckets = habits.buffers_gib if layout.zero else 0.0
-    fixed = _CPU_PROCESS_GIB if is_cpu else _CONTEXT_GIB + buckets + axes * _COMMUNICATOR_GIB
-    reserve = fixed * GIB + (habits.fragmentation - 1.0) * (activations + logits)
-    return RankBytes(weights, gradients, optimizer, activations, logits, reserve)
+    return MemoryModel(shape, habits, is_cpu=is_cpu).rank(layout, pp_rank)
 
 
-def _layer_counts(shape: Shape, stages: tuple[int, ...], held: tuple[int, ...]) -> tuple[int, int]:
-    """Layers with a dense MLP and with experts that a rank holds."""
-    layers = sum(stages[stage] for stage in held)
+@dataclass(frozen=True, slots=True)
+class _Part:
+    """What a pipeline rank holds of a model."""
+
+    shared: float
+    """Parameters of one rank that all ranks of dp and sp have."""
+    routed: float
+    """Parameters of one rank that belong to its experts."""
+    chunks: tuple[tuple[int, int], ...]
+    """Layers with a dense MLP and with experts of every model chunk."""
+    layers: tuple[int, int]
+    """The same of all chunks together."""
+    has_head: bool
+
+
+class MemoryModel:
+    """Prices the memory of layouts of one model; what they share is kept."""
+
+    def __init__(self, shape: Shape, habits: Framework, *, is_cpu: bool = False) -> None:
+        self.shape = shape
+        self.habits = habits
+        self.is_cpu = is_cpu
+        self._parts: dict[tuple[object, ...], _Part] = {}
+        self._kept: dict[tuple[object, ...], float] = {}
+
+    def rank(self, layout: Layout, pp_rank: int) -> RankBytes:
+        """Return the bytes of the ranks of one pipeline stage by kind."""
+        part = self._part(layout, pp_rank)
+        weights, gradients, optimizer = self._states(part, layout)
+        activations, logits = self._activations(part, layout, pp_rank)
+        reserve = self._fixed(layout) + (self.habits.fragmentation - 1.0) * (activations + logits)
+        return RankBytes(weights, gradients, optimizer, activations, logits, reserve)
+
+    def worst(self, layout: Layout) -> RankBytes:
+        """Return the bytes of the fullest rank."""
+        return max((self.rank(layout, rank) for rank in self._full_ranks(layout)), key=lambda found: found.total)
+
+    def totals(
+        self, layout: Layout, zeros: Sequence[Literal[0, 1, 2, 3]], policies: Sequence[tuple[RecomputePolicy, int]]
+    ) -> Iterator[list[float]]:
+        """Yield, policy by policy, the bytes of the fullest rank for every ZeRO stage.
+
+        Args:
+            layout: Its own ZeRO stage and recomputation do not matter.
+            zeros: ZeRO stages.
+            policies: Recomputation and its every k-th layer.
+        """
+        staged = [layout._replace(zero=zero) for zero in zeros]
+        ranks = [(rank, self._part(layout, rank)) for rank in self._full_ranks(layout)]
+        states = [[sum(self._states(part, one)) + self._fixed(one) for one in staged] for _, part in ranks]
+        for recompute, k in policies:
+            tried = layout._replace(recompute=recompute, every_kth=k)
+            kept = [self.habits.fragmentation * sum(self._activations(part, tried, rank)) for rank, part in ranks]
+            yield [max(s[z] + a for s, a in zip(states, kept, strict=True)) for z in range(len(staged))]
+
+    def _full_ranks(self, layout: Layout) -> tuple[int, ...]:
+        """Pipeline ranks of which one is the fullest.
+
+        The first has the embedding and most microbatches in flight, the last the logits; where the first has
+        fewer layers it may be the second.
+        """
+        pp = layout.pp
+        if pp == 1:
+            return (0,)
+        stages = stage_layers(self.shape.num_layers, layout)
+        return (0, 1, pp - 1) if pp > 2 and stages[0] < max(stages) else (0, pp - 1)
+
+    def _fixed(self, layout: Layout) -> float:
+        """Bytes of context, communicators and buckets."""
+        if self.is_cpu:
+            return _CPU_PROCESS_GIB * GIB
+        habits = self.habits
+        axes = sum(size > 1 for size in (layout.tp, layout.pp, layout.dp, layout.sp, layout.ep))
+        # Gradients that are summed in fp32 are reduced from that sum, without the buckets of ZeRO.
+        summed = habits.bf16_sum_bytes > 0 and layout.precision == "bf16"
+        buckets = habits.buffers_gib if layout.zero and not summed else 0.0
+        return (_CONTEXT_GIB + buckets + axes * _COMMUNICATOR_GIB) * GIB
+
+    def _part(self, layout: Layout, pp_rank: int) -> _Part:
+        key = (pp_rank, layout.tp, layout.pp, layout.ep, layout.style, layout.chunks, layout.relief)
+        found = self._parts.get(key)
+        if found is None:
+            found = self._parts[key] = self._count(layout, pp_rank)
+        return found
+
+    def _count(self, layout: Layout, pp_rank: int) -> _Part:
+        s, tp = self.shape, layout.tp
+        stages = stage_layers(s.num_layers, layout)
+        held = stages_of_rank(pp_rank, layout.pp, layout.chunks, layout.style)
+        chunks = tuple(_dense_and_expert_layers(s, stages, stage) for stage in held)
+        dense, experts = sum(chunk[0] for chunk in chunks), sum(chunk[1] for chunk in chunks)
+        has_head = len(stages) - 1 in held
+        ends = s.embedding_params if 0 in held else 0
+        ends += s.head_params if has_head and not (s.tied and 0 in held) else 0
+        shared = (dense * s.dense_layer_params + experts * s.always_params + ends) / tp
+        # Key-value heads are repeated where tp has more ranks than there are heads.
+        repeated = 2.0 * s.kv_width * s.hidden * (1 / s.kv_shards(tp) - 1 / tp) if s.latent is None else 0.0
+        routed = experts * s.routed_params / layout.ep / tp
+        return _Part(shared + (dense + experts) * repeated, routed, chunks, (dense, experts), has_head)
+
+    def _states(self, part: _Part, layout: Layout) -> tuple[float, float, float]:
+        shards = layout.state_shards
+        weights, gradients, optimizer = _state_bytes(part.shared, shards, layout, self.habits)
+        if part.routed:
+            more = _state_bytes(part.routed, max(1, shards // layout.ep), layout, self.habits)
+            weights, gradients, optimizer = weights + more[0], gradients + more[1], optimizer + more[2]
+        if layout.cpu_offload:
+            # The host holds the shards: of weights with ZeRO 3, of gradients from ZeRO 2 on.
+            weights, gradients, optimizer = weights * (layout.zero != 3), gradients * (layout.zero < 2), 0.0
+        if layout.zero == 3 and (shards > 1 or layout.cpu_offload):
+            # Two layers are whole at a time: the one that computes and the one that is fetched.
+            s = self.shape
+            largest = s.always_params + s.routed_params / layout.ep if part.routed else s.dense_layer_params
+            weights += 2 * largest / layout.tp * layout.element_bytes
+        return weights, gradients, optimizer
+
+    def _layer(self, layout: Layout, experts: bool) -> float:
+        key = (
+            layout.tokens,
+            layout.seq,
+            layout.tp,
+            layout.sharded_norms,
+            layout.flash,
+            layout.recompute == "selective",
+            layout.precision,
+            experts,
+        )
+        found = self._kept.get(key)
+        if found is None:
+            found = self._kept[key] = layer_activation_bytes(self.shape, layout, self.habits, experts=experts)
+        return found
+
+    def _activations(self, part: _Part, layout: Layout, pp_rank: int) -> tuple[float, float]:
+        """Bytes of activations at the peak, and of logits.
+
+        The logits are gone when the first layer runs backwards, so the larger of both comes on top of what is kept.
+        """
+        s, e, tokens = self.shape, layout.element_bytes, layout.tokens
+        hidden = tokens * s.hidden * e
+        stored, passing = self._kept_and_repeated(part, layout, hidden)
+        if layout.pp > 1:
+            stored += self.habits.stage_buffers * hidden
+        # Gradients of the widest intermediate values while one layer runs backwards.
+        passing += tokens * e * ((2 if s.gated else 1) * max(s.ffn, s.dense_ffn) / layout.tp + 2 * s.hidden)
+        logits = 0.0
+        if part.has_head:
+            each = self.habits.logits_bytes if layout.precision != "fp32" else 12
+            logits = tokens * -(-s.vocab // layout.tp) * each
+        kept = stored * in_flight(layout, pp_rank) + (hidden if pp_rank == 0 else 0.0)
+        return kept + max(0.0, passing - logits), logits
+
+    def _kept_and_repeated(self, part: _Part, layout: Layout, hidden: float) -> tuple[float, float]:
+        """Bytes kept of one microbatch, and of a layer that is repeated while all others are held."""
+        stored = working = 0.0
+        is_full, k = layout.recompute == "full", layout.every_kth
+        for kind in (0, 1):
+            count = part.layers[kind]
+            if not count:
+                continue
+            kept = self._layer(layout, kind == 1)
+            if not is_full:
+                stored += count * kept
+                continue
+            repeated = sum(-(-chunk[kind] // k) for chunk in part.chunks)
+            stored += (count - repeated) * kept + repeated * hidden / (layout.tp if layout.sharded_norms else 1)
+            # That layer is the last one of a chunk.
+            if any(chunk[kind] and (chunk[kind] - 1) % k == 0 for chunk in part.chunks):
+                working = max(working, kept)
+        return stored, working
+
+
+def _dense_and_expert_layers(shape: Shape, stages: tuple[int, ...], stage: int) -> tuple[int, int]:
     if not shape.num_experts:
-        return layers, 0
-    dense = 0
-    for stage in held:
-        start = sum(stages[:stage])
-        dense += max(0, min(shape.dense_layers - start, stages[stage]))
-    return dense, layers - dense
+        return stages[stage], 0
+    dense = max(0, min(shape.dense_layers - sum(stages[:stage]), stages[stage]))
+    return dense, stages[stage] - dense
 
 
 def _state_bytes(params: float, shards: int, layout: Layout, habits: Framework) -> tuple[float, float, float]:
     """Weights, gradients, and optimizer state with the fp32 master copy."""
     half = layout.precision != "fp32"
     owners = shards if layout.zero >= 1 else 1
-    weights = params * (2 if half else 4) / (shards if layout.zero == 3 else 1)
+    weights = params * (2 if half else 4)
+    if layout.zero == 3:
+        weights = params * habits.zero3_weight_bytes / shards
     if not half and layout.zero in (0, 3):
         # In fp32 the optimizer works on the weights themselves unless ZeRO 1 or 2 keeps a shard beside them.
         weights = 0.0
     each = habits.gradient_bytes + (habits.bf16_sum_bytes if layout.precision == "bf16" else 0) if half else 4
-    gradients = params * each / (shards if layout.zero >= 2 else 1)
+    if habits.gradients == "lazy":
+        each = _lazy_gradient_bytes(layout, shards, 2 if half else 4)
+    else:
+        each /= shards if layout.zero >= 2 else 1
+    gradients = params * each
     return weights, gradients, params * (12 + (habits.shard_bytes if half else 0)) / owners
 
 
-def _activation_bytes(shape: Shape, layout: Layout, pp_rank: int, layers: tuple[int, int], habits: Framework) -> float:
-    total = working = 0.0
-    for count, experts in zip(layers, (False, True), strict=True):
-        if not count:
-            continue
-        kept = layer_activation_bytes(shape, layout, habits, experts=experts)
-        stored = kept
-        if layout.recompute == "full":
-            norm_tp = layout.tp if layout.sharded_norms else 1
-            share = 1 / layout.every_kth
-            stored = layout.tokens * shape.hidden * layout.element_bytes / norm_tp * share + kept * (1 - share)
-            working = max(working, kept)
-        total += stored * count
-    # Gradients of the widest intermediate values while one layer runs backwards.
-    width = (2 if shape.gated else 1) * max(shape.ffn, shape.dense_ffn) / layout.tp + 2 * shape.hidden
-    transient = layout.tokens * layout.element_bytes * width
-    embedding = layout.tokens * shape.hidden * layout.element_bytes if pp_rank == 0 else 0.0
-    return total * in_flight(layout, pp_rank) + working + transient + embedding
+def _lazy_gradient_bytes(layout: Layout, shards: int, element: float) -> float:
+    """Bytes of a parameter's gradients while activations are at their peak, and of the reduced copy.
 
-
-def layer_activation_bytes(
-    shape: Shape, layout: Layout, habits: Framework, *, experts: bool = False, scores: bool | None = None
-) -> float:
-    """Bytes that autograd keeps of one layer for one microbatch without full recomputation.
-
-    Around attention and MLP: the inputs of norms and of the products that follow them. Attention keeps q,
-    k, v, its output and one statistic a row, or the score matrix where it is not fused. A gated MLP keeps
-    gate, up and their product, and the activated gate where kernels are not fused.
+    The first microbatch leaves them in the weights' type, later ones sum in fp32; they are reduced in fp32,
+    into a copy under ZeRO 0 and 1 and microbatch by microbatch into the shard itself from ZeRO-2 on.
     """
-    e, tp = layout.element_bytes, layout.tp
-    norm_tp = tp if layout.sharded_norms else 1
-    around = 4.0 * e * shape.hidden
-    if habits.dropout:
-        around += 2.0 * shape.hidden
-    if shape.rms_norm and habits.fused == "eager":
-        # Norms written out in fp32 keep their input in fp32 and the normalised value.
-        around += 2.0 * (4 + e) * shape.hidden
-    attention = e * (shape.q_width + 2.0 * shape.kv_width + shape.value_width) + 4.0 * shape.heads
-    if shape.latent is not None:
-        latent = shape.latent
-        attention = e * (2.0 * shape.q_width + 2.0 * shape.value_width) + 4.0 * shape.heads
-        around += 2.0 * e * (latent.q_rank + latent.kv_rank)
-    materialised = not layout.flash and layout.recompute != "selective" if scores is None else scores
-    if materialised:
-        attention += shape.heads * layout.seq * (2.0 * e + 1.0 if habits.dropout else 1.5 * e)
-    per_width = (4.0 if habits.fused == "eager" else 3.0) if shape.gated else 2.0
-    width = float(shape.ffn if not shape.num_experts else shape.dense_ffn or shape.ffn)
-    if experts:
-        # Routed tokens are copied to their experts; inputs and outputs of the experts are kept.
-        width = shape.ffn * (shape.experts_per_token + shape.shared_experts)
-        around += 2.0 * e * shape.hidden * shape.experts_per_token / tp * norm_tp + 4.0 * shape.num_experts
-    return layout.tokens * (around / norm_tp + (attention + e * per_width * width) / tp)
-
-
-def in_flight(layout: Layout, pp_rank: int) -> float:
-    """Microbatches whose activations a pipeline rank holds at its peak, in units of all its layers."""
-    p, m, v = layout.pp, layout.num_microbatches, layout.chunks
-    if p == 1:
-        return 1.0
-    if layout.style == "1f1b":
-        return float(min(m, p - pp_rank))
-    if layout.style == "zbv":
-        return float(min(m, p))
-    return min(m * v, 2 * (p - pp_rank - 1) + (v - 1) * p + 1) / v
+    if shards == 1:
+        return 0.0 if layout.num_microbatches == 1 else element if layout.num_microbatches == 2 else 4.0
+    if layout.zero >= 2:
+        return 4.0 / shards
+    copy = 4.0 / shards if layout.zero == 1 else 4.0
+    return copy + (4.0 if layout.num_microbatches > 1 else 0.0)

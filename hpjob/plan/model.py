@@ -116,6 +116,22 @@ class RunnerUp(Persisted):
     """None = ruled out before timing."""
     memory_gib: float | None
     why_not: str
+    lost_s: dict[str, float] = Field(default_factory=dict)
+    """Seconds that it spends more than the plan, by kind."""
+
+
+class Change(Persisted):
+    """What one change would bring, computed like a plan."""
+
+    change: str
+    """Such as ``8 nodes`` or ``5.2 GiB more a GPU``."""
+    summary: str
+    """The layout that would be used, or why there is none."""
+    step_s: float | None = None
+    """None = there is no plan."""
+    memory_gib: float | None = None
+    percent: float | None = None
+    """Longer (+) or shorter (-) step."""
 
 
 class Plan(Persisted):
@@ -148,7 +164,14 @@ class Plan(Persisted):
     memory_limit_gib: float
     time: TimeEstimate
     reasons: tuple[str, ...]
+    binding: str = ""
+    """What keeps the step from being shorter."""
     runners_up: tuple[RunnerUp, ...] = ()
+    changes: tuple[Change, ...] = ()
+    basis: Literal["estimated", "rehearsed", "measured"] = "estimated"
+    """Where the constants come from: packaged ones, or those of a site file."""
+    basis_note: str = ""
+    """What the interval of the step time means, and which site file was read."""
     warnings: tuple[str, ...] = ()
 
     @property

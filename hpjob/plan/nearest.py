@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 from math import log2
 
-from hpjob.plan.enumeration import legal_layouts
+from hpjob.plan.enumeration import legal_bases
 from hpjob.plan.layout import Layout
 from hpjob.plan.problem import Problem
 from hpjob.recipe.model import ParallelSettings
@@ -38,15 +38,15 @@ def _relaxed(problem: Problem, fixed: list[str]) -> Iterator[Layout]:
     any_found = False
     for name in fixed:
         # A batch is split anew with any other number of data-parallel ranks.
-        for layout in legal_layouts(_without(problem, (name, *batches))):
+        for layout in legal_bases(_without(problem, (name, *batches))):
             any_found = True
             yield layout
     if _binds_zero(problem.settings):
-        for layout in legal_layouts(_with_any_zero(problem)):
+        for layout in legal_bases(_with_any_zero(problem)):
             any_found = True
             yield layout
     if not any_found:
-        yield from legal_layouts(_with_any_zero(_without(problem, LAYOUT_FIELDS)))
+        yield from legal_bases(_with_any_zero(_without(problem, LAYOUT_FIELDS)))
 
 
 def _binds_zero(s: ParallelSettings) -> bool:

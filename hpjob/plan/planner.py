@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from hpjob.core.errors import UserInputError
 from hpjob.plan.constants import held_out_error
 from hpjob.plan.hardware import Hardware, hardware_of
-from hpjob.plan.layout import split_layers
+from hpjob.plan.layout import stage_layers
 from hpjob.plan.legality import RUNTIME, model_problems, unsupported_layout
-from hpjob.plan.memory import memory_limit_gib, rank_memory
+from hpjob.plan.memory import memory_limit_gib
 from hpjob.plan.model import ParallelDegrees, Pipeline, Plan, TimeEstimate
 from hpjob.plan.placement import place
 from hpjob.plan.problem import Problem
@@ -15,23 +17,26 @@ from hpjob.plan.reasons import explain_choice
 from hpjob.plan.refusal import no_legal_layout, nothing_fits
 from hpjob.plan.search import Candidate, survey
 from hpjob.plan.shape import shape_of
+from hpjob.plan.site import default_site, load_site, with_site
+from hpjob.plan.what_if import binding, changes
 from hpjob.recipe.model import Recipe
-from hpjob.topology.groups import largest_group_size, usable_gpus
+from hpjob.topology.groups import connected_size, largest_group_size, usable_gpus
 from hpjob.topology.load import load_machine
-from hpjob.topology.model import MachineType, Topology
+from hpjob.topology.model import MachineType, Node, Topology
 
 _FALLBACK_MACHINE = "dgx-a100-40g"
 _WIDTHS = 2.0
 """Mean errors on unseen families that the interval around a predicted step time spans to each side."""
 
 
-def make_plan(recipe: Recipe, topology: Topology, *, gpus_per_node: int | None = None) -> Plan:
+def make_plan(recipe: Recipe, topology: Topology, *, gpus_per_node: int | None = None, site: str | None = None) -> Plan:
     """Return the best plan of a recipe for the nodes of a topology.
 
     Args:
         recipe: Values that it fixes are kept; ``auto`` ones are chosen.
         topology: Its nodes are all used.
         gpus_per_node: Ranks a node; None = the recipe's value, else all GPUs of a node.
+        site: File with constants that were measured; None = the user's, where there is one.
 
     Raises:
         UserInputError: Fixed values contradict each other or the nodes.
@@ -43,19 +48,8 @@ def make_plan(recipe: Recipe, topology: Topology, *, gpus_per_node: int | None =
             "\n".join(f"recipe {recipe.name}: {problem}" for problem in contradictions),
             hint="correct the model section of the recipe",
         )
-    machine, warnings = _machine(topology)
-    per_node = _ranks_per_node(recipe, topology, machine, gpus_per_node)
-    machine, found_links = _with_seen_links(machine, topology)
-    warnings += found_links
-    hardware = hardware_of(machine, per_node)
-    problem = Problem(
-        shape=shape_of(recipe.model),
-        settings=recipe.parallel,
-        seq=recipe.data.seq_length,
-        global_batch=recipe.training.global_batch_size,
-        world_size=len(topology.nodes) * per_node,
-        hardware=hardware,
-    )
+    problem, warnings = _problem(recipe, topology, gpus_per_node, site)
+    hardware = problem.hardware
     limit = memory_limit_gib(hardware)
     found = survey(problem, limit)
     if not found.any_legal:
@@ -72,6 +66,40 @@ def make_plan(recipe: Recipe, topology: Topology, *, gpus_per_node: int | None =
     if recipe.model.model_type not in RUNTIME.families:
         warnings += (f"the runtime has no {recipe.model.model_type} models (it has {', '.join(RUNTIME.families)})",)
     return _plan(recipe, topology, problem, best, candidates, warnings)
+
+
+def make_problem(
+    recipe: Recipe, topology: Topology, *, gpus_per_node: int | None = None, site: str | None = None
+) -> Problem:
+    """Return what a plan has to solve: sizes, fixed values and the speeds of the nodes."""
+    return _problem(recipe, topology, gpus_per_node, site)[0]
+
+
+def _problem(
+    recipe: Recipe, topology: Topology, gpus_per_node: int | None, site: str | None
+) -> tuple[Problem, tuple[str, ...]]:
+    machine, warnings = _machine(topology)
+    per_node = _ranks_per_node(recipe, topology, machine, gpus_per_node)
+    machine, found_links = _with_seen_links(machine, topology)
+    warnings += found_links
+    if recipe.parallel.enable_flash_attention is False:
+        warnings += ("enable_flash_attention false: memory and time are those of a score matrix in memory",)
+    problem = Problem(
+        shape=shape_of(recipe.model),
+        settings=recipe.parallel,
+        seq=recipe.data.seq_length,
+        global_batch=recipe.training.global_batch_size,
+        world_size=len(topology.nodes) * per_node,
+        hardware=_hardware(machine, topology, per_node),
+    )
+    found = (load_site(site), site) if site else default_site()
+    if found is None:
+        return problem, warnings
+    hardware, words = with_site(problem.hardware, found[0], machine.gpu_model)
+    if not words:
+        return problem, (*warnings, f"{found[1]} says nothing of {machine.gpu_model}")
+    text = f"{', '.join(words)} from {found[1]}" + (f" ({found[0].note})" if found[0].note else "")
+    return replace(problem, hardware=hardware, basis=found[0].basis, basis_words=text), warnings
 
 
 def _machine(topology: Topology) -> tuple[MachineType, tuple[str, ...]]:
@@ -93,7 +121,7 @@ def _with_seen_links(machine: MachineType, topology: Topology) -> tuple[MachineT
     """Shrink the island of a machine to what was seen linked in every node."""
     if machine.island_kind not in ("nvlink", "xgmi"):
         return machine, ()
-    sizes = {node.name: largest_group_size(node) for node in topology.nodes if node.gpus and node.islands is not None}
+    sizes = {node.name: largest_group_size(node) for node in _seen(topology)}
     expected = min(machine.island_size, machine.gpus_per_node)
     worst = min(sizes, key=lambda name: sizes[name], default=None)
     if worst is None or sizes[worst] >= expected:
@@ -101,6 +129,19 @@ def _with_seen_links(machine: MachineType, topology: Topology) -> tuple[MachineT
     size = sizes[worst]
     note = f"{worst}: its GPUs are all linked in groups of {size}, not {expected}; tp is kept inside such groups"
     return machine.model_copy(update={"island_size": size}), (note,)
+
+
+def _seen(topology: Topology) -> list[Node]:
+    return [node for node in topology.nodes if node.gpus and node.islands is not None]
+
+
+def _hardware(machine: MachineType, topology: Topology, per_node: int | None) -> Hardware:
+    """Speeds of the nodes; islands with a link missing still connect all their GPUs."""
+    hardware = hardware_of(machine, per_node)
+    if hardware.island_size >= hardware.gpus_per_node or not _seen(topology):
+        return hardware
+    connected = min(connected_size(node) for node in _seen(topology))
+    return replace(hardware, linked_size=hardware.gpus_per_node if connected >= hardware.gpus_per_node else 0)
 
 
 def _ranks_per_node(recipe: Recipe, topology: Topology, machine: MachineType, asked: int | None) -> int:
@@ -146,7 +187,7 @@ def _plan(
             num_model_chunks=layout.chunks,
             num_microbatches=layout.num_microbatches,
             microbatch_size=layout.microbatch,
-            layers_per_stage=split_layers(problem.shape.num_layers, layout.pp * layout.chunks),
+            layers_per_stage=stage_layers(problem.shape.num_layers, layout),
         ),
         recompute=layout.recompute,
         recompute_every_kth_layer=layout.every_kth,
@@ -156,12 +197,23 @@ def _plan(
         global_batch_size=problem.global_batch,
         seq_length=problem.seq,
         placement=placement,
-        memory=tuple(rank_memory(problem.shape, layout, rank, is_cpu=hardware.is_cpu) for rank in range(layout.pp)),
+        memory=tuple(problem.runtime.rank_memory(layout, rank) for rank in range(layout.pp)),
         memory_limit_gib=limit,
         time=_time_estimate(best, problem),
         reasons=reasons,
+        binding=binding(best, candidates, limit),
         runners_up=runners_up,
+        changes=changes(problem, best, candidates, limit, len(ordered.nodes)),
+        basis=problem.basis,
+        basis_note="; ".join(filter(None, (problem.basis_words, _interval_words()))),
         warnings=warnings,
+    )
+
+
+def _interval_words() -> str:
+    return (
+        f"the interval is {_WIDTHS:g} times {100 * held_out_error():.1f} %, the mean error on families of published "
+        "runs that the fit had not seen"
     )
 
 
@@ -185,4 +237,4 @@ def _time_estimate(best: Candidate, problem: Problem) -> TimeEstimate:
 def hardware_for(topology: Topology, gpus_per_node: int | None = None) -> Hardware:
     """Return the speeds that plans for a topology are priced with."""
     machine, _ = _with_seen_links(_machine(topology)[0], topology)
-    return hardware_of(machine, gpus_per_node)
+    return _hardware(machine, topology, gpus_per_node)

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import cached_property
+from typing import Literal
 
 from hpjob.plan.hardware import Hardware
+from hpjob.plan.own_runtime import OwnRuntime
 from hpjob.plan.shape import Shape
-from hpjob.plan.step_time import StepModel
 from hpjob.recipe.model import ParallelSettings
 
 
@@ -21,8 +22,11 @@ class Problem:
     global_batch: int
     world_size: int
     hardware: Hardware
+    basis: Literal["estimated", "rehearsed", "measured"] = "estimated"
+    basis_words: str = ""
+    """Which constants come from which site file."""
 
     @cached_property
-    def model(self) -> StepModel:
-        """Prices step times; it keeps what candidates share."""
-        return StepModel(self.shape, self.hardware)
+    def runtime(self) -> OwnRuntime:
+        """Prices memory and step times; it keeps what candidates share."""
+        return OwnRuntime(self.shape, self.hardware, compiles=self.settings.enable_jit_fused is not False)

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+from hpjob.plan.enumeration import recompute_policies
 from hpjob.plan.layout import Layout
 from hpjob.plan.legality import unsupported_layout
+from hpjob.plan.losses import difference, island_words, losses, main_loss
 from hpjob.plan.model import RunnerUp
 from hpjob.plan.problem import Problem
-from hpjob.plan.search import Candidate
+from hpjob.plan.search import FAR, Candidate
 from hpjob.recipe.model import ParallelSettings
 
 _MAX_RUNNERS_UP = 6
@@ -16,10 +18,12 @@ _MAX_RUNNERS_UP = 6
 _AXES: tuple[tuple[str, str, Callable[[Layout], object]], ...] = (
     ("tp", "tp_size", lambda layout: layout.tp),
     ("pp", "pp_size", lambda layout: layout.pp),
+    ("sp", "sp_size", lambda layout: (layout.sequence_mode or "none", layout.sp)),
+    ("ep", "ep_size", lambda layout: layout.ep),
     ("zero", "zero_stage", lambda layout: layout.zero),
     ("microbatch", "microbatch_size", lambda layout: layout.microbatch),
-    ("recompute", "gradient_checkpoint_config", lambda layout: layout.recompute),
     ("schedule", "pp_style", lambda layout: (layout.style, layout.chunks)),
+    ("split", "", lambda layout: layout.relief),
 )
 
 
@@ -32,24 +36,41 @@ def summary(layout: Layout) -> str:
     if layout.pp > 1:
         parts.append(layout.style + (f" x{layout.chunks}" if layout.chunks > 1 else ""))
     parts.append(f"{layout.num_microbatches} x {layout.microbatch}")
-    parts += [f"{layout.recompute} recompute"] if layout.recompute != "none" else []
+    parts += [recompute_words(layout)] if layout.recompute != "none" else []
+    parts += [f"last stage {layout.relief} layers shorter"] if layout.relief else []
     parts += [str(layout.sequence_mode)] if layout.sequence_mode else []
     return ", ".join(parts)
+
+
+def recompute_words(layout: Layout) -> str:
+    """Return the policy, such as ``full recompute of every 2nd layer``."""
+    if layout.recompute != "full" or layout.every_kth == 1:
+        return f"{layout.recompute} recompute"
+    return f"full recompute of one layer in {layout.every_kth}"
 
 
 def explain_choice(
     problem: Problem, best: Candidate, candidates: list[Candidate], limit_gib: float
 ) -> tuple[tuple[str, ...], tuple[RunnerUp, ...]]:
-    """Return one reason an axis, and the plans that came next or were ruled out."""
-    free = [axis for axis in _AXES if not _is_fixed(problem.settings, axis[1])]
+    """Return the reasons, axis by axis, and the plans that came next or were ruled out."""
     fixed = [
-        f"{label} {_shown(value(best.layout))}" for label, field, value in _AXES if (label, field, value) not in free
+        f"{label} {_shown(label, value(best.layout))}"
+        for label, field, value in _AXES
+        if _is_fixed(problem.settings, field) and (label != "ep" or problem.shape.num_experts)
     ]
     reasons = [f"fixed by the recipe: {', '.join(fixed)}"] if fixed else []
-    for label, _, value in free:
-        reason = _axis_reason(problem, best, candidates, limit_gib, label, value)
-        reasons += [reason] if reason else []
-    return tuple(reasons), _runners_up(best, candidates, limit_gib)
+    reasons.append(f"links: {island_words(problem.hardware)}")
+    for label, field, value in _AXES:
+        if not _is_fixed(problem.settings, field) and (label != "ep" or problem.shape.num_experts):
+            reason = _axis_reason(problem, best, candidates, limit_gib, label, value)
+            reasons += [reason] if reason else []
+    layout = best.layout
+    others = [f"{name} {size}" for name, size in (("tp", layout.tp), ("pp", layout.pp), ("sp", layout.sp)) if size > 1]
+    shards = "its ranks share the optimizer's states" if layout.zero else "its ranks hold full copies"
+    taken = f"what {' x '.join(others)} leaves of {problem.world_size} ranks" if others else "all ranks"
+    reasons.append(f"dp {layout.dp}: {taken}; {shards if layout.dp > 1 else 'nothing is shared'}")
+    reasons.append(_recompute_reason(problem, best, limit_gib))
+    return tuple(reasons), _runners_up(problem, best, candidates, limit_gib)
 
 
 def _axis_reason(
@@ -61,50 +82,84 @@ def _axis_reason(
     value: Callable[[Layout], object],
 ) -> str | None:
     chosen = value(best.layout)
-    name = f"{label} {_shown(chosen)}"
+    name = f"{label} {_shown(label, chosen)}"
     others = [candidate for candidate in candidates if value(candidate.layout) != chosen and candidate.supported]
-    if not others:
-        return f"{name}: no other value is legal and supported" if label in {"tp", "pp"} else None
-    fitting = [candidate for candidate in others if candidate.memory_gib <= limit_gib]
+    far = FAR * best.time.step
+    fitting = [c for c in others if c.memory_gib <= limit_gib and c.time.step <= far]
     sentences = []
     if fitting:
         rival = min(fitting, key=lambda candidate: candidate.order)
-        percent = 100 * (rival.time.step / best.time.step - 1)
-        sentences.append(f"{label} {_shown(value(rival.layout))} is {percent:.1f} % slower ({_main_loss(best, rival)})")
+        # The layout that changes nothing else says most about this axis; the best one may change more.
+        alone = [c for c in fitting if not difference(best.layout, c.layout, label)]
+        by_style: dict[str, Candidate] = {}
+        for candidate in sorted(alone, key=lambda candidate: candidate.order):
+            by_style.setdefault(candidate.layout.style if label == "schedule" else "", candidate)
+        nearest = list(by_style.values()) or [rival]
+        sentences += [_against(problem, best, candidate, label, value) for candidate in nearest]
+        if rival.time.step < 0.99 * nearest[0].time.step:
+            sentences.append(_against(problem, best, rival, label, value))
     faster = [c for c in others if c.memory_gib > limit_gib and c.time.step < best.time.step]
     if faster:
         rival = min(faster, key=lambda candidate: (candidate.memory_gib, candidate.order))
         needed = f"{rival.memory_gib:.1f} of {limit_gib:.1f} GiB"
-        sentences.append(f"{label} {_shown(value(rival.layout))} would be faster but needs {needed}")
+        shown = _shown(label, value(rival.layout))
+        sentences.append(f"{label} {shown} would be faster but needs {needed}")
+    if not sentences and label in {"tp", "pp"}:
+        percent = round(100 * (FAR - 1))
+        sentences.append(f"any other value is not legal, does not fit, or is over {percent} % slower")
     island = problem.hardware.island_size
     if label == "tp" and chosen == island and problem.world_size > island:
         sentences.append(f"tp above {island} would leave the island of {island} GPUs")
     return f"{name}: {'; '.join(sentences)}" if sentences else None
 
 
+def _against(problem: Problem, best: Candidate, rival: Candidate, label: str, value: Callable[[Layout], object]) -> str:
+    """Compare with the best layout that has another value; what else it changes is named."""
+    percent = 100 * (rival.time.step / best.time.step - 1)
+    also = difference(best.layout, rival.layout, label)
+    with_ = f" (then best with {also})" if also else ""
+    lost = main_loss(problem.hardware, best, rival)
+    return f"{label} {_shown(label, value(rival.layout))}{with_} is {percent:.1f} % slower: {lost}"
+
+
+def _recompute_reason(problem: Problem, best: Candidate, limit_gib: float) -> str:
+    """Say what the next policy on the faster side would need, or what repeating would cost."""
+    layout, runtime = best.layout, problem.runtime
+    name = f"recompute {recompute_words(layout).removesuffix(' recompute')}"
+    settings = problem.settings.gradient_checkpoint_config
+    policies = recompute_policies(problem)
+    if settings.policy != "auto":
+        return f"{name}: fixed by the recipe"
+    place = policies.index((layout.recompute, layout.every_kth))
+    if place:
+        recompute, k = policies[place - 1]
+        faster = layout._replace(recompute=recompute, every_kth=k)
+        gain = 100 * (1 - runtime.step(faster, simulate=False).step / runtime.step(layout, simulate=False).step)
+        words = "no" if recompute == "none" else recompute_words(faster).removesuffix(" recompute")
+        needed = runtime.worst_gib(faster)
+        return f"{name}: {words} recompute is {gain:.1f} % faster but needs {needed:.1f} of {limit_gib:.1f} GiB"
+    full = layout._replace(recompute="full", every_kth=1)
+    cost = 100 * (runtime.step(full, simulate=False).step / runtime.step(layout, simulate=False).step - 1)
+    saved = best.memory_gib - runtime.worst_gib(full)
+    return f"{name}: everything fits without; full would save {saved:.1f} GiB and take {cost:.1f} % longer"
+
+
 def _is_fixed(settings: ParallelSettings, field: str) -> bool:
-    if field == "gradient_checkpoint_config":
-        return settings.gradient_checkpoint_config.policy != "auto"
-    return bool(getattr(settings, field) != "auto")
+    return bool(field) and bool(getattr(settings, field) != "auto")
 
 
-def _shown(value: object) -> str:
+def _shown(label: str, value: object) -> str:
+    if label == "split":
+        return "even" if not value else f"of {value} fewer in the last stage"
     if isinstance(value, tuple):
-        style, chunks = value
-        return f"{style} x{chunks}" if chunks > 1 else str(style)
+        name, number = value
+        return f"{name} x{number}" if number > 1 else str(name)
     return str(value)
 
 
-def _main_loss(best: Candidate, rival: Candidate) -> str:
-    """Name the kind of time in which the rival loses most."""
-    kinds = ("compute", "bubble", "tp_comm", "pp_comm", "dp_comm", "optimizer")
-    losses = {kind: getattr(rival.time, kind) - getattr(best.time, kind) for kind in kinds}
-    kind = max(kinds, key=lambda name: losses[name])
-    words = kind.replace("_comm", " traffic")
-    return f"{losses[kind]:+.3g} s {words}"
-
-
-def _runners_up(best: Candidate, candidates: list[Candidate], limit_gib: float) -> tuple[RunnerUp, ...]:
+def _runners_up(
+    problem: Problem, best: Candidate, candidates: list[Candidate], limit_gib: float
+) -> tuple[RunnerUp, ...]:
     """The best of every other (tp, pp, sp), and faster plans that memory or the runtime rules out."""
     found: dict[tuple[int, int, int, str], Candidate] = {}
     own = (best.layout.tp, best.layout.pp, best.layout.sp)
@@ -127,20 +182,21 @@ def _runners_up(best: Candidate, candidates: list[Candidate], limit_gib: float) 
     share = _MAX_RUNNERS_UP // 3
     chosen = by_kind["runtime"][:share] + by_kind["memory"][:share]
     chosen += by_kind["slower"][: _MAX_RUNNERS_UP - len(chosen)]
-    return tuple(_runner_up(best, candidate, limit_gib) for candidate in chosen)
+    return tuple(_runner_up(problem, best, candidate, limit_gib) for candidate in chosen)
 
 
-def _runner_up(best: Candidate, rival: Candidate, limit_gib: float) -> RunnerUp:
+def _runner_up(problem: Problem, best: Candidate, rival: Candidate, limit_gib: float) -> RunnerUp:
     percent = 100 * (rival.time.step / best.time.step - 1)
     if rival.memory_gib > limit_gib:
         why = f"needs {rival.memory_gib:.1f} GiB a GPU, {limit_gib:.1f} are usable ({-percent:.1f} % faster otherwise)"
     elif not rival.supported:
         why = f"{-percent:.1f} % faster, but {unsupported_layout(rival.layout)[0]}"
     else:
-        why = f"{percent:.1f} % slower: {_main_loss(best, rival)}"
+        why = f"{percent:.1f} % slower: {main_loss(problem.hardware, best, rival)}"
     return RunnerUp(
         summary=summary(rival.layout),
         step_s=round(rival.time.step, 4),
         memory_gib=round(rival.memory_gib, 2),
         why_not=why,
+        lost_s={kind: round(seconds, 4) for kind, seconds in losses(best, rival).items()},
     )

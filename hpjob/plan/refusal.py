@@ -6,11 +6,9 @@ from dataclasses import replace
 
 from hpjob.core.errors import HpjobError, NothingFitsError, UserInputError
 from hpjob.plan.broken_rules import broken_rules
-from hpjob.plan.enumeration import legal_layouts
-from hpjob.plan.memory import rank_memory, worst_total_gib
 from hpjob.plan.nearest import LAYOUT_FIELDS, SHARDING_FIELDS, nearest_layouts
 from hpjob.plan.problem import Problem
-from hpjob.plan.search import Candidate
+from hpjob.plan.search import Candidate, fits_somehow
 from hpjob.recipe.model import ParallelSettings
 
 
@@ -39,7 +37,7 @@ def _is_fixed(s: ParallelSettings, name: str) -> bool:
 def nothing_fits(problem: Problem, least: Candidate, limit_gib: float, recipe: str, num_nodes: int) -> NothingFitsError:
     """Return the error for a model that no legal layout brings into memory, with the smallest shortfall."""
     layout = least.layout
-    ranks = [rank_memory(problem.shape, layout, r, is_cpu=problem.hardware.is_cpu) for r in range(layout.pp)]
+    ranks = [problem.runtime.rank_memory(layout, r) for r in range(layout.pp)]
     worst = max(ranks, key=lambda rank: rank.total_gib)
     where = f"{num_nodes} x {problem.hardware.name}"
     degrees = f"tp {layout.tp} · pp {layout.pp} · dp {layout.dp}, zero {layout.zero}, {layout.recompute} recompute"
@@ -47,7 +45,8 @@ def nothing_fits(problem: Problem, least: Candidate, limit_gib: float, recipe: s
     parts = " + ".join(f"{kind} {getattr(worst, kind + '_gib'):.1f}" for kind in kinds)
     message = (
         f"recipe {recipe} does not fit on {where}: the smallest layout ({degrees}) "
-        f"needs {least.memory_gib:.1f} GiB a GPU, {limit_gib:.1f} are usable\n{parts} GiB"
+        f"needs {least.memory_gib:.1f} GiB a GPU, {limit_gib:.1f} are usable, "
+        f"{least.memory_gib - limit_gib:.1f} GiB are missing\n{parts} GiB"
     )
     return NothingFitsError(message, hint="; or ".join(_what_helps(problem, limit_gib, num_nodes)))
 
@@ -61,18 +60,34 @@ def _what_helps(problem: Problem, limit_gib: float, num_nodes: int) -> list[str]
         ("leave zero_stage auto", {"zero_stage": "auto"}),
         ("leave tp_size and pp_size auto", {"tp_size": "auto", "pp_size": "auto"}),
     )
+    everything = {name: "auto" for name in (*LAYOUT_FIELDS, "zero_stage") if getattr(s, name) != "auto"}
+    if len(everything) > 1:
+        releases += ((f"leave {', '.join(everything)} auto", everything | {"gradient_checkpoint_config": _full(s)}),)
     for words, update in releases:
         if any(getattr(s, name) != value for name, value in update.items()):
             changed = replace(problem, settings=s.model_copy(update=update))
-            if _fits(changed, limit_gib):
+            if fits_somehow(changed, limit_gib):
                 found.append(words)
     if isinstance(s.num_microbatches, int) and s.microbatch_size == "auto":
         found += _smaller_batch(problem, s.num_microbatches, limit_gib)
-    for factor in (2, 4, 8, 16, 32, 64):
-        if _fits(replace(problem, world_size=problem.world_size * factor), limit_gib):
-            found.append(f"use --nodes {num_nodes * factor}")
-            break
+    if more := _enough_nodes(problem, limit_gib, num_nodes):
+        found.append(f"use --nodes {more}")
     return found or ["use GPUs with more memory, a smaller model or a shorter sequence"]
+
+
+def _enough_nodes(problem: Problem, limit_gib: float, num_nodes: int) -> int | None:
+    """Return about the smallest number of nodes that is enough."""
+    per_node = problem.world_size // num_nodes
+
+    def enough(count: int) -> bool:
+        return fits_somehow(replace(problem, world_size=count * per_node), limit_gib)
+
+    for factor in (2, 4, 8, 16, 32, 64):
+        most = num_nodes * factor
+        if enough(most):
+            step = max(1, most // 8)
+            return next((count for count in range(most // 2 + step, most, step) if enough(count)), most)
+    return None
 
 
 def _smaller_batch(problem: Problem, count: int, limit_gib: float) -> list[str]:
@@ -80,17 +95,10 @@ def _smaller_batch(problem: Problem, count: int, limit_gib: float) -> list[str]:
     batch = problem.global_batch
     while batch % 2 == 0 and batch // 2 >= count:
         batch //= 2
-        if _fits(replace(problem, global_batch=batch), limit_gib):
+        if fits_somehow(replace(problem, global_batch=batch), limit_gib):
             return [f"keep {count} microbatches with --set training.global_batch_size={batch}"]
     return []
 
 
 def _full(s: ParallelSettings) -> object:
     return s.gradient_checkpoint_config.model_copy(update={"policy": "full", "every_kth_layer": 1})
-
-
-def _fits(problem: Problem, limit_gib: float) -> bool:
-    return any(
-        worst_total_gib(problem.shape, layout, is_cpu=problem.hardware.is_cpu) <= limit_gib
-        for layout in legal_layouts(problem)
-    )

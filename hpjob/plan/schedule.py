@@ -40,7 +40,15 @@ def interleaved(pp: int, rank: int, chunks: int, num_microbatches: int) -> list[
 
 
 def makespan(
-    style: str, pp: int, chunks: int, num_microbatches: int, times: StageTimes, hop: float, blocking: float = 0.0
+    style: str,
+    pp: int,
+    chunks: int,
+    num_microbatches: int,
+    times: StageTimes,
+    hop: float,
+    blocking: float = 0.0,
+    *,
+    own_order: bool = True,
 ) -> float:
     """Return the seconds from the first forward to the last backward.
 
@@ -52,6 +60,7 @@ def makespan(
         times: Seconds of a microbatch in each of the ``pp * chunks`` stages.
         hop: Seconds from one stage to the next.
         blocking: Part of a hop during which the sender and receiver cannot compute.
+        own_order: ``zbv`` keeps to the order of our runtime; else it may be one made for these times.
     """
     if pp == 1:
         total = sum(times.forward) + sum(times.backward_input) + sum(times.backward_weight)
@@ -59,7 +68,7 @@ def makespan(
 
     def span(count: int) -> float:
         if style == "zbv":
-            return simulate_zbv(pp, count, times, hop, blocking)
+            return simulate_zbv(pp, count, times, hop, blocking, own_order=own_order)
         orders = [
             one_f_one_b(pp, rank, count) if style == "1f1b" else interleaved(pp, rank, chunks, count)
             for rank in range(pp)

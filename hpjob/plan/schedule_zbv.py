@@ -7,6 +7,8 @@ chunk are held by a rank, as much as 1f1b holds on its first one.
 
 from __future__ import annotations
 
+from functools import lru_cache
+
 from hpjob.plan.stage_times import StageTimes
 
 _Action = tuple[float, int, int, str]
@@ -92,27 +94,63 @@ class _Simulation:
             self.gradients[stage - 1].append(rank.clock + (self.wait if stage != self.pp else 0.0))
 
 
-def simulate_zbv(pp: int, num_microbatches: int, times: StageTimes, hop: float, blocking: float) -> float:
+def simulate_zbv(
+    pp: int, num_microbatches: int, times: StageTimes, hop: float, blocking: float, *, own_order: bool
+) -> float:
     """Return the seconds of the schedule; see :func:`hpjob.plan.schedule.makespan` for the arguments."""
-    simulation = _simulate(pp, num_microbatches, times, hop * (1 - blocking), hop * blocking)
-    return max(rank.clock for rank in simulation.ranks)
+    wait, stall = hop * (1 - blocking), hop * blocking
+    fixed = _replay(zbv_orders(pp, num_microbatches), pp, times, wait, stall)
+    if own_order:
+        return fixed
+    # A schedule that was made for these times is at least as good as the better one of these two.
+    simulation = _simulate(pp, num_microbatches, times, wait, stall)
+    return min(fixed, max(rank.clock for rank in simulation.ranks))
 
 
-def zbv_orders(pp: int, num_microbatches: int) -> list[list[Op]]:
+@lru_cache(maxsize=64)
+def zbv_orders(pp: int, num_microbatches: int) -> tuple[tuple[Op, ...], ...]:
     """Return what each rank computes in which order, where forward and both backward parts take equally long."""
     equal = (1.0,) * (2 * pp)
     times = StageTimes(forward=equal, backward_input=equal, backward_weight=equal)
-    return [rank.order for rank in _simulate(pp, num_microbatches, times, 0.0, 0.0).ranks]
+    return tuple(tuple(rank.order) for rank in _simulate(pp, num_microbatches, times, 0.0, 0.0).ranks)
 
 
 def _simulate(pp: int, num_microbatches: int, times: StageTimes, wait: float, stall: float) -> _Simulation:
     simulation = _Simulation(pp, num_microbatches, times, wait, stall)
+    actions = [simulation.next_action(rank) for rank in simulation.ranks]
     for _ in range(3 * 2 * pp * num_microbatches):
-        actions = [
-            (action, index)
-            for index, rank in enumerate(simulation.ranks)
-            if (action := simulation.next_action(rank)) is not None
-        ]
-        action, index = min(actions)
+        action, index = min((action, index) for index, action in enumerate(actions) if action is not None)
         simulation.run(simulation.ranks[index], action)
+        # Only the rank itself and its neighbours see something new.
+        for rank in range(max(0, index - 1), min(pp, index + 2)):
+            actions[rank] = simulation.next_action(simulation.ranks[rank])
     return simulation
+
+
+def _replay(orders: tuple[tuple[Op, ...], ...], pp: int, times: StageTimes, wait: float, stall: float) -> float:
+    """Return when the last rank ends if every rank keeps to its order; ranks wait for what is not there yet."""
+    last = 2 * pp - 1
+    arrived: dict[Op, float] = {}
+    clocks, positions = [0.0] * pp, [0] * pp
+    waiting = list(range(pp))
+    while waiting:
+        for rank in waiting:
+            clock, order, position = clocks[rank], orders[rank], positions[rank]
+            while position < len(order):
+                kind, stage, microbatch = op = order[position]
+                if kind == "W":
+                    clock += times.backward_weight[stage]
+                elif (ready := 0.0 if kind == "F" and stage == 0 else arrived.get(op, -1.0)) < 0.0:
+                    break
+                elif kind == "F":
+                    clock = max(clock, ready) + times.forward[stage] + (stall if stage not in (0, pp) else 0.0)
+                    after = ("F", stage + 1, microbatch) if stage < last else ("B", stage, microbatch)
+                    arrived[after] = clock + (wait if stage not in (pp - 1, last) else 0.0)
+                else:
+                    clock = max(clock, ready) + times.backward_input[stage]
+                    clock += stall if stage not in (pp - 1, last) else 0.0
+                    arrived["B", stage - 1, microbatch] = clock + (wait if stage != pp else 0.0)
+                position += 1
+            clocks[rank], positions[rank] = clock, position
+        waiting = [rank for rank in waiting if positions[rank] < len(orders[rank])]
+    return max(clocks)

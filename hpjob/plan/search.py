@@ -2,18 +2,26 @@
 
 from __future__ import annotations
 
+import gc
+from collections import Counter
 from dataclasses import dataclass, replace
 
-from hpjob.plan.enumeration import legal_layouts
+from hpjob.plan.enumeration import legal_bases, recompute_policies, zero_stages
 from hpjob.plan.layout import Layout
 from hpjob.plan.legality import unsupported_layout
-from hpjob.plan.memory import worst_total_gib
+from hpjob.plan.memory import GIB
 from hpjob.plan.problem import Problem
 from hpjob.plan.step_time import StepTime
 
 _HOPELESS = 1.3
 """Times the usable memory: layouts above it are no neighbours of a plan that fits."""
+FAR = 1.25
+"""Times the best step: slower layouts are no neighbours of it."""
+_CLOSE = 1.01
+"""Times the best step: up to here every layout is priced, further off only the most promising of its degrees."""
+_PER_DEGREES = 4
 _FINALISTS = 16
+_FEW = 6
 _MAX_SIMULATED_STAGES = 64
 
 
@@ -32,7 +40,7 @@ class Candidate:
         return self.num_unsupported == 0
 
     @property
-    def order(self) -> tuple[float, int, int, int, int, int, int, str, str]:
+    def order(self) -> tuple[float, int, int, int, int, int, int, int, str, str]:
         """Faster first; of equals the simpler one, so that the choice never depends on chance."""
         a = self.layout
         return (
@@ -43,6 +51,7 @@ class Candidate:
             a.chunks,
             a.zero,
             a.num_microbatches,
+            a.relief,
             str(a.sequence_mode),
             a.recompute,
         )
@@ -58,52 +67,152 @@ class Survey:
     """The one that needs least memory, when none fits."""
 
 
-def survey(problem: Problem, limit_gib: float) -> Survey:
-    """Price all legal layouts; those far above the limit only count for the smallest shortfall."""
-    candidates: list[Candidate] = []
-    hopeless = _HOPELESS * limit_gib
-    any_fits, layouts = False, []
-    # Microbatch sizes come in ascending order, and a larger one never needs less memory.
-    too_large: set[Layout] = set()
-    for layout in legal_layouts(problem):
-        layouts.append(layout)
-        kind = layout._replace(microbatch=0, num_microbatches=0)
-        if kind in too_large:
-            continue
-        memory = worst_total_gib(problem.shape, layout, is_cpu=problem.hardware.is_cpu, enough_gib=hopeless)
-        if memory <= hopeless:
-            candidates.append(_priced(problem, layout, memory))
-            any_fits = any_fits or memory <= limit_gib
-        else:
-            too_large.add(kind)
-    least = None if any_fits or not layouts else _least(problem, layouts)
-    return Survey(_refined(problem, candidates, limit_gib), bool(layouts), least)
+def survey(problem: Problem, limit_gib: float, *, neighbours: bool = True) -> Survey:
+    """Price all legal layouts that can be the best ones or say something about them.
+
+    Recomputation costs time and saves memory, so of the policies of one layout only the fastest one that fits
+    can be the best; the fastest of all is kept, too, to say what memory would bring. Layouts whose bare compute
+    takes longer than ``FAR`` times the best step are passed over.
+
+    Args:
+        problem: What to lay out.
+        limit_gib: What a plan may fill of a GPU.
+        neighbours: Also price what is only compared with the best one.
+    """
+    collects = gc.isenabled()
+    gc.disable()  # Hundreds of thousands of small records without cycles.
+    try:
+        return _survey(problem, limit_gib, neighbours)
+    finally:
+        if collects:
+            gc.enable()
 
 
-def _least(problem: Problem, layouts: list[Layout]) -> Candidate:
+def _survey(problem: Problem, limit_gib: float, neighbours: bool) -> Survey:
+    search = _Search(problem, limit_gib)
+    recompute, k = recompute_policies(problem)[0]
+    step = problem.runtime.least_step
+    promising = sorted(
+        ((step(base._replace(recompute=recompute, every_kth=k)), index, base))
+        for index, base in enumerate(legal_bases(problem))
+    )
+    for least_s, _, base in promising:
+        if least_s > (FAR if neighbours else _CLOSE) * search.best_s:
+            break
+        if least_s <= _CLOSE * search.best_s or search.wants_more(base):
+            search.visit(base)
+    any_legal = bool(promising)
+    least = None if search.any_fits or not any_legal else _least(problem)
+    found = search.candidates + (search.near_misses() if neighbours else [])
+    return Survey(_refined(problem, found, limit_gib, _FINALISTS if neighbours else _FEW), any_legal, least)
+
+
+class _Search:
+    """The candidates found so far."""
+
+    def __init__(self, problem: Problem, limit_gib: float) -> None:
+        self.problem, self.limit_gib = problem, limit_gib
+        self.policies = recompute_policies(problem)
+        self.candidates: list[Candidate] = []
+        self.any_fits = False
+        self._count: Counter[tuple[int, int, int, int]] = Counter()
+        self._missed: dict[tuple[object, ...], tuple[Layout, float]] = {}
+        self.best_s = float("inf")
+        self._too_large: dict[Layout, int] = {}
+        """Smallest microbatch that does not fit: a larger one never needs less memory."""
+
+    def wants_more(self, base: Layout) -> bool:
+        """Whether few layouts with these degrees are known: each is compared for the reasons."""
+        return self._count[base.tp, base.pp, base.sp, base.ep] < _PER_DEGREES
+
+    def visit(self, base: Layout) -> None:
+        """Price a layout for every ZeRO stage with the fastest recomputation that fits."""
+        kind = base._replace(microbatch=0, num_microbatches=0)
+        zeros = [
+            zero
+            for zero in zero_stages(self.problem.settings, base)
+            if self._too_large.get(kind._replace(zero=zero), base.microbatch) >= base.microbatch
+        ]
+        still_open = set(range(len(zeros)))
+        totals = self.problem.runtime.memory_model(base).totals(base, zeros, self.policies)
+        for (recompute, k), of_zero in zip(self.policies, totals, strict=True):
+            for position in sorted(still_open):
+                gib = of_zero[position] / GIB
+                layout = base._replace(zero=zeros[position], recompute=recompute, every_kth=k)
+                if gib <= self.limit_gib:
+                    self._keep(layout, gib)
+                    still_open.remove(position)
+                elif gib <= _HOPELESS * self.limit_gib:
+                    self._miss(layout, gib)
+            if not still_open:
+                return
+        for position in still_open:
+            self._too_large[kind._replace(zero=zeros[position])] = base.microbatch
+
+    def _keep(self, layout: Layout, gib: float) -> None:
+        candidate = _priced(self.problem, layout, gib)
+        self.candidates.append(candidate)
+        self._count[layout.tp, layout.pp, layout.sp, layout.ep] += 1
+        self.any_fits = True
+        if candidate.supported:
+            self.best_s = min(self.best_s, candidate.time.step)
+
+    def _miss(self, layout: Layout, gib: float) -> None:
+        """Note the layout that misses the memory by least, of every degree, ZeRO stage, policy and size."""
+        key = (layout.tp, layout.pp, layout.sp, layout.ep, layout.zero, layout.microbatch, layout.recompute)
+        if key not in self._missed or gib < self._missed[key][1]:
+            self._missed[key] = (layout, gib)
+
+    def near_misses(self) -> list[Candidate]:
+        """Return what a little more memory would allow, as far as it could be faster than what fits."""
+        runtime = self.problem.runtime
+        return [
+            _priced(self.problem, layout, gib)
+            for layout, gib in self._missed.values()
+            if runtime.least_step(layout) < self.best_s
+        ]
+
+
+def fits_somehow(problem: Problem, limit_gib: float) -> bool:
+    """Whether any legal layout fits into the memory."""
+    smallest = recompute_policies(problem)[-1]
+    for base in legal_bases(problem):
+        for zero in reversed(zero_stages(problem.settings, base)):
+            layout = base._replace(zero=zero, recompute=smallest[0], every_kth=smallest[1])
+            if problem.runtime.worst_gib(layout) <= limit_gib:
+                return True
+    return False
+
+
+def _least(problem: Problem) -> Candidate:
     """The layout that needs least memory; ties go to the first one."""
-    totals = [worst_total_gib(problem.shape, layout, is_cpu=problem.hardware.is_cpu) for layout in layouts]
-    index = min(range(len(layouts)), key=totals.__getitem__)
-    return _priced(problem, layouts[index], totals[index])
+    recompute, k = recompute_policies(problem)[-1]
+    layouts = (
+        base._replace(zero=zero, recompute=recompute, every_kth=k)
+        for base in legal_bases(problem)
+        for zero in zero_stages(problem.settings, base)
+    )
+    gib, _, layout = min((problem.runtime.worst_gib(layout), index, layout) for index, layout in enumerate(layouts))
+    return _priced(problem, layout, gib)
 
 
 def _priced(problem: Problem, layout: Layout, memory_gib: float) -> Candidate:
     return Candidate(
         layout=layout,
         memory_gib=memory_gib,
-        time=problem.model.step(layout, simulate=False),
+        time=problem.runtime.step(layout, simulate=False),
         num_unsupported=len(unsupported_layout(layout)),
     )
 
 
-def _refined(problem: Problem, candidates: list[Candidate], limit_gib: float) -> list[Candidate]:
+def _refined(problem: Problem, candidates: list[Candidate], limit_gib: float, count: int) -> list[Candidate]:
     """Simulate the schedules of the most promising candidates, whichever reason they are compared for."""
     order = sorted(range(len(candidates)), key=lambda index: candidates[index].order)
     fitting = [index for index in order if candidates[index].memory_gib <= limit_gib]
     runnable = [index for index in fitting if candidates[index].supported]
-    finalists = {*runnable[:_FINALISTS], *fitting[: _FINALISTS // 2], *order[: _FINALISTS // 2]}
+    finalists = {*runnable[:count], *fitting[: count // 2], *order[: count // 2]}
     for index in sorted(finalists):
         old = candidates[index]
         if old.layout.pp > 1 and old.layout.pp * old.layout.chunks <= _MAX_SIMULATED_STAGES:
-            candidates[index] = replace(old, time=problem.model.step(old.layout))
+            candidates[index] = replace(old, time=problem.runtime.step(old.layout))
     return candidates

@@ -57,6 +57,10 @@ class Shape:
     def kv_width(self) -> int:
         return self.kv_heads * self.head_dim
 
+    def kv_shards(self, tp: int) -> int:
+        """Over how many ranks of tp the key-value heads are cut; beyond their number they are repeated."""
+        return min(tp, self.kv_heads)
+
     @cached_property
     def value_width(self) -> int:
         """Width of the attention's output."""
@@ -74,6 +78,16 @@ class Shape:
         keys = [(x.kv_rank + x.rope_dim, h, False, False)]
         keys.append((self.heads * (x.nope_dim + x.value_dim), x.kv_rank, True, False))
         return (*queries, *keys, (h, self.value_width, False, True))
+
+    def local_attention_products(self, tp: int) -> tuple[tuple[int, int], ...]:
+        """The projections as (out, in) of one rank of tp; key-value heads are repeated where tp exceeds them."""
+        if self.latent is None and tp > self.kv_heads:
+            out = self.q_width // tp + 2 * self.kv_width // self.kv_heads
+            return ((out, self.hidden), (self.hidden, self.q_width // tp))
+        return tuple(
+            (out // tp if out_sharded else out, inner // tp if in_sharded else inner)
+            for out, inner, out_sharded, in_sharded in self.attention_products
+        )
 
     @cached_property
     def attention_params(self) -> int:

@@ -7,18 +7,18 @@ while thousands of candidates are compared), gradients and weights travel on the
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import lru_cache
 from math import log2
 
 from hpjob.plan.constants import Framework, framework
 from hpjob.plan.hardware import Hardware
 from hpjob.plan.layer_time import LayerModel
-from hpjob.plan.layout import Layout, split_layers
+from hpjob.plan.layout import Layout, stage_layers
 from hpjob.plan.schedule import makespan
+from hpjob.plan.schedule_timeline import Span, timeline
 from hpjob.plan.shape import Shape
 from hpjob.plan.stage_times import StageTimes
 
-_UPDATE_BYTES = 38.0
-"""Moved for one parameter by clipping and AdamW: master weight, moments, gradient, new 16-bit weight."""
 _HOST_BYTES_PER_S = 10e9
 """Of a rank that updates in the host's memory; assumed: the GPUs of a node share some hundred GB/s."""
 
@@ -55,25 +55,19 @@ class StepModel:
         self.habits = habits or framework("hpjob")
         self.layers = LayerModel(shape, hardware, self.habits)
         self._known_stages: dict[tuple[object, ...], _Stages] = {}
+        self._last: tuple[Layout, tuple[float, float, float, float, float]] | None = None
 
     def step(self, layout: Layout, *, simulate: bool = True) -> StepTime:
         """Price one layout; without ``simulate`` the bubble comes from a formula."""
-        stages = self._stages(layout)
-        m, pp, chunks = layout.num_microbatches, layout.pp, layout.chunks
-        per_rank, comm_per_rank = self._per_rank(layout, stages)
-        worst = max(range(pp), key=per_rank.__getitem__)
-        busy = m * per_rank[worst]
-        hop, blocking = self._hop(layout)
-        if simulate and pp > 1:
-            span = makespan(layout.style, pp, chunks, m, stages.times, hop, blocking)
-            idle = (sum(per_rank) - per_rank[worst]) / _bubble_divisor(layout)
-            ideal = min(span, busy + idle)
+        if simulate:
+            busy, idle_free, span, comm, first = self._pipeline(layout, simulate=True)
         else:
-            idle = (sum(per_rank) - per_rank[worst]) / _bubble_divisor(layout)
-            hops = 2 * (pp - 1) * hop * max(1, chunks - 1) + 2 * m * chunks * hop * blocking if pp > 1 else 0.0
-            ideal, span = busy + idle, busy + idle + hops
-        comm = m * comm_per_rank[worst]
-        data = self._data_parallel(layout, stages, per_rank)
+            # Layouts that differ only in ZeRO 0 to 2 come one after the other and share all this.
+            key = layout._replace(zero=layout.zero if layout.zero == 3 or self.layers.zero_matters else 0)
+            if self._last is None or self._last[0] != key:
+                self._last = (key, self._pipeline(layout, simulate=False))
+            busy, idle_free, span, comm, first = self._last[1]
+        data = self._data_parallel(layout, first)
         optimizer = self._optimizer(layout)
         whole = span + data + optimizer
         nodes = max(1.0, layout.world_size / self.hardware.gpus_per_node)
@@ -81,17 +75,53 @@ class StepModel:
         jitter = whole * (self.hardware.fit.jitter * log2(nodes) + slack)
         return StepTime(
             compute=busy - comm + jitter,
-            bubble=max(0.0, ideal - busy),
+            bubble=max(0.0, idle_free - busy),
             tp_comm=comm,
-            pp_comm=max(0.0, span - ideal),
+            pp_comm=max(0.0, span - idle_free),
             dp_comm=data,
             optimizer=optimizer,
         )
 
+    def _pipeline(self, layout: Layout, *, simulate: bool) -> tuple[float, float, float, float, float]:
+        """Seconds of the busiest rank, with bubble, with transfers; of its collectives; of a microbatch of rank 0."""
+        stages = self._stages(layout)
+        m, pp, chunks = layout.num_microbatches, layout.pp, layout.chunks
+        per_rank, comm_per_rank = self._per_rank(layout, stages)
+        longest = max(per_rank)
+        busy, comm = m * longest, m * comm_per_rank[per_rank.index(longest)]
+        if pp == 1:
+            return busy, busy, busy, comm, longest
+        hop, blocking = self._hop(layout)
+        ideal = busy + (sum(per_rank) - longest) / _bubble_divisor(layout)
+        if simulate:
+            own = self.habits.is_own
+            span = makespan(layout.style, pp, chunks, m, stages.times, hop, blocking, own_order=own)
+            return busy, min(span, ideal), span, comm, per_rank[0]
+        hops = 2 * (pp - 1) * hop * max(1, chunks - 1) + 2 * m * chunks * hop * blocking
+        return busy, ideal, ideal + hops, comm, per_rank[0]
+
+    def timeline(self, layout: Layout) -> tuple[Span, ...]:
+        """Return when every pipeline rank does what."""
+        times = self._stages(layout).times
+        hop, blocking = self._hop(layout)
+        return timeline(layout.style, layout.pp, layout.chunks, layout.num_microbatches, times, hop, blocking)
+
+    def least(self, layout: Layout) -> float:
+        """Return seconds that a step takes at least: compute spread evenly over the stages, and the bubble."""
+        s = self.shape
+        total = 0.0
+        for count, experts in ((s.num_layers - s.num_expert_layers, False), (s.num_expert_layers, True)):
+            if count:
+                forward, inputs, weights, again = self.layers.passes(layout, experts)
+                total += count * (forward + inputs + weights + again / layout.every_kth)
+        # Every rank waits for the others to fill and drain at least once, whatever fills its gaps.
+        rounds = layout.num_microbatches + (layout.pp - 1) / _bubble_divisor(layout)
+        return rounds * (total + sum(self.layers.head(layout))) / layout.pp
+
     def _stages(self, layout: Layout) -> _Stages:
         """Seconds of a microbatch in every stage; layouts that differ only in zero 0 to 2 or dp share them."""
         gather = self._gather_layer(layout) if layout.zero == 3 else 0.0
-        key = (*self.layers.key(layout), layout.pp, layout.chunks, gather)
+        key = (*self.layers.key(layout), layout.pp, layout.chunks, layout.relief, layout.every_kth, gather)
         found = self._known_stages.get(key)
         if found is None:
             found = self._known_stages[key] = self._price_stages(layout, gather)
@@ -99,25 +129,32 @@ class StepModel:
 
     def _price_stages(self, layout: Layout, gather: float) -> _Stages:
         s = self.shape
-        counts = split_layers(s.num_layers, layout.pp * layout.chunks)
-        dense, routed = _split_dense(s, counts)
-        plain = self.layers.layer(layout)
-        f, i, w = plain.passes()
-        c = plain.comm_forward + plain.comm_backward
-        forward, inputs = [n * f for n in dense], [n * i for n in dense]
-        weights, comm = [n * w for n in dense], [n * c for n in dense]
-        if s.num_expert_layers:
-            layer = self.layers.layer(layout, experts=True)
-            f, i, w = layer.passes()
+        counts = stage_layers(s.num_layers, layout)
+        dense, routed = _split_dense(s.num_experts > 0, s.dense_layers, counts)
+        forward, inputs, weights, comm = ([0.0] * len(counts) for _ in range(4))
+        for layers, experts in ((dense, False), (routed, True)):
+            if not any(layers):
+                continue
+            layer = self.layers.layer(layout, experts=experts)
+            f, i, w, again = self.layers.passes(layout, experts)
             c = layer.comm_forward + layer.comm_backward
-            forward = [a + n * f for a, n in zip(forward, routed, strict=True)]
-            inputs = [a + n * i for a, n in zip(inputs, routed, strict=True)]
-            weights = [a + n * w for a, n in zip(weights, routed, strict=True)]
-            comm = [a + n * c for a, n in zip(comm, routed, strict=True)]
+            k = layout.every_kth if layout.recompute == "full" else 1
+            # Few counts occur, however many stages there are.
+            of = {n: (n * f, n * i - (-n // k) * again, n * w, n * c) for n in set(layers)}
+            for stage, n in enumerate(layers):
+                added = of[n]
+                forward[stage] += added[0]
+                inputs[stage] += added[1]
+                weights[stage] += added[2]
+                comm[stage] += added[3]
         if gather:
             # Weights arrive while the layer before computes; only what does not hide is seen.
             forward = [_overlapped(a, n * gather) for a, n in zip(forward, counts, strict=True)]
             inputs = [_overlapped(a + b, n * 2 * gather) - b for a, b, n in zip(inputs, weights, counts, strict=True)]
+            # Casting and copying into place is not hidden: a third when weights arrive, the rest on the way back.
+            copy = self.hardware.traffic(self._mean_layer_params(layout) * self.habits.copy_bytes) / 3
+            forward = [a + n * copy for a, n in zip(forward, counts, strict=True)]
+            inputs = [a + n * 2 * copy for a, n in zip(inputs, counts, strict=True)]
         # The loss of `zbv` sits with the embedding on the first rank, but it still ends the last stage.
         f, i, w = self.layers.head(layout)
         forward[-1], inputs[-1], weights[-1] = forward[-1] + f, inputs[-1] + i, weights[-1] + w
@@ -173,8 +210,8 @@ class StepModel:
         experts = layers * s.num_expert_layers / s.num_layers * s.routed_params / layout.ep / layout.tp
         return layers * self._mean_layer_params(layout) - experts + ends / layout.tp, experts
 
-    def _data_parallel(self, layout: Layout, stages: _Stages, per_rank: list[float]) -> float:
-        """Exposed seconds of gradient reduction and weight gathering after ZeRO 0 to 2."""
+    def _data_parallel(self, layout: Layout, first: float) -> float:
+        """Exposed seconds of gradient reduction and weight gathering; ``first`` = a microbatch of the first rank."""
         shards = layout.dp * layout.sp
         if shards == 1:
             return 0.0
@@ -186,14 +223,16 @@ class StepModel:
         reduce = self.habits.reduce_bytes if half else 4.0
         back = (self.habits.gather_bytes if half else 4.0) if layout.zero else reduce
         shared, experts = self._rank_params(layout)
-        total = link.ring(shards, shared * reduce) + link.ring(shards, shared * back)
+        # ZeRO-2 keeps no whole gradients between microbatches, so each of them is reduced.
+        times = layout.num_microbatches if layout.zero == 2 else 1
+        total = times * link.ring(shards, shared * reduce) + link.ring(shards, shared * back)
         if experts and shards > layout.ep:
             # An expert has a copy in every ep-th rank only.
             spread = self.hardware.link(shards // layout.ep, layout.tp * layout.ep)
-            total += spread.ring(shards // layout.ep, experts * (reduce + back))
+            total += spread.ring(shards // layout.ep, experts * (times * reduce + back))
         if layout.zero and shards > layout.state_shards:
-            total = self._grouped(layout, shared + experts, reduce, back)
-        window = self.habits.dp_overlap * per_rank[0]
+            total = self._grouped(layout, shared + experts, times * reduce, back)
+        window = self.habits.dp_overlap * first * times
         return max(total - window, total * (1.0 - 0.9 * self.habits.dp_overlap))
 
     def _grouped(self, layout: Layout, params: float, reduce: float, back: float) -> float:
@@ -209,17 +248,20 @@ class StepModel:
         shards = layout.state_shards if layout.zero else 1
         params = shared / shards + experts / max(1, shards // layout.ep)
         if layout.cpu_offload:
-            return params * _UPDATE_BYTES / _HOST_BYTES_PER_S
-        return self.hardware.traffic(params * _UPDATE_BYTES) + self.hardware.fit.step_ms * 1e-3
+            return params * self.habits.update_bytes / _HOST_BYTES_PER_S
+        return self.hardware.traffic(params * self.habits.update_bytes) + self.hardware.fit.step_ms * 1e-3
 
 
-def _split_dense(shape: Shape, counts: tuple[int, ...]) -> tuple[tuple[int, ...], tuple[int, ...]]:
+@lru_cache(maxsize=4096)
+def _split_dense(
+    has_experts: bool, dense_layers: int, counts: tuple[int, ...]
+) -> tuple[tuple[int, ...], tuple[int, ...]]:
     """Layers of each stage with a dense MLP and with experts."""
-    if not shape.num_experts:
+    if not has_experts:
         return counts, (0,) * len(counts)
     dense, start = [], 0
     for count in counts:
-        dense.append(max(0, min(shape.dense_layers - start, count)))
+        dense.append(max(0, min(dense_layers - start, count)))
         start += count
     return tuple(dense), tuple(count - own for count, own in zip(counts, dense, strict=True))
 

@@ -34,6 +34,22 @@ def largest_group_size(node: Node) -> int:
     return next((size for size in sizes if all_to_all_groups(node, size) is not None), 1)
 
 
+def connected_size(node: Node) -> int:
+    """Return how many usable GPUs the largest set has that links connect, directly or through one another."""
+    left = {gpu.index for gpu in usable_gpus(node)}
+    pairs = linked_pairs(node)
+    largest = 0
+    while left:
+        found = [min(left)]
+        left.discard(found[0])
+        for gpu in found:
+            near = sorted(other for other in left if (min(gpu, other), max(gpu, other)) in pairs)
+            found += near
+            left.difference_update(near)
+        largest = max(largest, len(found))
+    return largest
+
+
 def linked_pairs(node: Node) -> set[Pair]:
     """Return the pairs of GPUs that reach each other over NVLink or XGMI, smaller index first."""
     pairs: set[Pair] = set()

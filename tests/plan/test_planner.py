@@ -1,5 +1,10 @@
 """Plans: legal, inside the memory, deterministic, explained; impossible wishes get the nearest legal layouts."""
 
+import os
+import subprocess
+import sys
+from pathlib import Path
+
 import pytest
 from typer.testing import CliRunner
 
@@ -11,6 +16,7 @@ from hpjob.plan.model import Plan
 from hpjob.plan.planner import make_plan
 from hpjob.plan.shape import shape_of
 from hpjob.recipe.load import load_recipe
+from hpjob.runtime.support import unsupported
 from hpjob.topology.load import load_machine, local_topology, machine_topology
 
 
@@ -30,6 +36,8 @@ def _plan(recipe: str, nodes: int, machine: str, *overrides: str, gpus_per_node:
         ("llama3-8b", 2, "mi300x"),
         ("7b", 2, "pcie-l40s"),
         ("70b", 16, "gb200-nvl72"),
+        ("mixtral-8x7b", 4, "hgx-h100"),
+        ("qwen3-30b-a3b", 2, "hgx-h200"),
     ],
 )
 def test_plan_is_legal_fits_and_can_run(recipe: str, nodes: int, machine: str) -> None:
@@ -38,6 +46,7 @@ def test_plan_is_legal_fits_and_can_run(recipe: str, nodes: int, machine: str) -
     assert plan.degrees.world_size == world == len(plan.placement)
     assert problems(shape_of(load_recipe(recipe, []).model), layout_of(plan), world) == []
     assert unsupported_by_runtime(plan) == []
+    assert unsupported(plan, load_recipe(recipe, [])) == [], "the runtime says the same"
     assert max(rank.total_gib for rank in plan.memory) <= plan.memory_limit_gib
     pipeline = plan.pipeline
     assert plan.degrees.dp * pipeline.num_microbatches * pipeline.microbatch_size == plan.global_batch_size
@@ -57,6 +66,14 @@ def test_fixed_values_are_kept_and_what_the_runtime_lacks_is_said() -> None:
     assert plan.precision == "bf16"
     for sentence in unsupported_by_runtime(plan):
         assert sentence in plan.warnings
+
+
+def test_eight_bit_products_rule_out_the_modes_that_cannot_have_them() -> None:
+    plain, eight = _plan("7b", 1, "hgx-h100"), _plan("7b", 1, "hgx-h100", "parallel.use_fp8=true")
+    assert eight.time.step_s < plain.time.step_s
+    fixed = ["parallel.use_fp8=true", "parallel.pp_size=4", "parallel.pp_style=zbv"]
+    with pytest.raises(UserInputError, match="use_fp8 is not possible with zbv"):
+        _plan("7b", 1, "hgx-h100", *fixed)
 
 
 def test_tiny_runs_as_two_by_two_by_two_here() -> None:
@@ -114,10 +131,35 @@ def test_nothing_fits_says_how_much_is_missing_and_what_helps() -> None:
     with pytest.raises(NothingFitsError) as caught:
         _plan("70b", 1, "dgx-a100-80g")
     assert "GiB a GPU" in caught.value.message
-    assert "use --nodes" in caught.value.hint
+    assert "GiB are missing" in caught.value.message
+    assert caught.value.hint == "use --nodes 2"
+    everything = [f"parallel.{name}=1" for name in ("tp_size", "pp_size", "sp_size", "zero_stage")]
+    with pytest.raises(NothingFitsError) as caught:
+        _plan("70b", 2, "dgx-a100-80g", *everything)
+    assert caught.value.hint == "leave tp_size, pp_size, sp_size, zero_stage auto"
     with pytest.raises(NothingFitsError) as caught:
         _plan("70b", 4, "dgx-a100-80g", "parallel.tp_size=4", "parallel.pp_size=4", "parallel.num_microbatches=8")
     assert "--set training.global_batch_size=" in caught.value.hint
+
+
+def test_the_choice_does_not_depend_on_hashing() -> None:
+    code = (
+        "from hpjob.plan.planner import make_plan; from hpjob.recipe.load import load_recipe; "
+        "from hpjob.topology.load import load_machine, machine_topology; "
+        "print(make_plan(load_recipe('7b', []), machine_topology(load_machine('hgx-h100'), 1)).model_dump_json())"
+    )
+    environment = {**os.environ, "PYTHONPATH": str(Path(__file__).resolve().parents[2])}
+    runs = [
+        subprocess.run(
+            [sys.executable, "-c", code],
+            env=environment | {"PYTHONHASHSEED": seed},
+            capture_output=True,
+            text=True,
+            check=True,
+        ).stdout
+        for seed in ("0", "7")
+    ]
+    assert runs[0] == runs[1] == _plan("7b", 1, "hgx-h100").model_dump_json() + "\n"
 
 
 def test_too_many_gpus_per_node_is_the_users_mistake() -> None:

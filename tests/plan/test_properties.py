@@ -4,11 +4,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hpjob.core.errors import HpjobError
-from hpjob.plan.constants import framework
 from hpjob.plan.enumeration import legal_layouts
 from hpjob.plan.hardware import hardware_of
+from hpjob.plan.layout import Layout
 from hpjob.plan.legality import problems, unsupported_by_runtime
-from hpjob.plan.memory import GIB, rank_bytes
+from hpjob.plan.memory import GIB
 from hpjob.plan.model import Plan
 from hpjob.plan.planner import make_plan
 from hpjob.plan.problem import Problem
@@ -78,10 +78,16 @@ def test_layouts_ruled_out_for_memory_are_over_the_limit_by_hand(recipe: Recipe,
     shape = shape_of(recipe.model)
     problem = Problem(shape, recipe.parallel, recipe.data.seq_length, 96, hardware.gpus_per_node, hardware)
     limit = hardware.memory_gib / 2
-    found = survey(problem, limit)
-    kept = {candidate.layout for candidate in found.candidates if candidate.memory_gib <= limit}
+    candidates = survey(problem, limit).candidates
+    best = min((c.time.step for c in candidates if c.memory_gib <= limit), default=float("inf"))
+    for candidate in candidates:
+        assert (candidate.memory_gib <= limit) == (_by_hand(problem, candidate.layout) <= limit)
     for layout in list(legal_layouts(problem))[::97]:
         assert problems(shape, layout, problem.world_size) == []
-        ranks = [rank_bytes(shape, layout, rank, framework("hpjob")) for rank in range(layout.pp)]
-        by_hand = max(r.weights + r.gradients + r.optimizer + r.activations + r.logits + r.reserve for r in ranks)
-        assert (layout in kept) == (by_hand / GIB <= limit)
+        if problem.runtime.step(layout, simulate=False).step < best * 0.97:
+            assert _by_hand(problem, layout) > limit, "nothing that fits is faster than the best plan"
+
+
+def _by_hand(problem: Problem, layout: Layout) -> float:
+    ranks = [problem.runtime.rank_bytes(layout, rank) for rank in range(layout.pp)]
+    return max(r.weights + r.gradients + r.optimizer + r.activations + r.logits + r.reserve for r in ranks) / GIB

@@ -177,7 +177,9 @@ def test_error_on_families_that_the_fit_has_not_seen() -> None:
     assert figures["mape_memory"] <= 0.10
     assert figures["regret"] <= 0.05
     assert figures["spearman"] >= 0.7
+    assert figures["oom_recall"] >= 0.95
     assert figures["oom_false_alarms"] <= 0.10
+    assert any("frameworks.yaml" in sentence for sentence in figures["seen"])
 
 
 def test_packaged_corrections_on_the_table_they_were_fitted_on() -> None:

@@ -63,6 +63,15 @@ def test_no_schedule_beats_its_slowest_rank_or_its_longest_path(
     assert span >= count * busy - 1e-9
     assert span >= path - 1e-9
     assert span <= count * sum(total) + 4 * count * stages * hop + 1e-9
-    if style != "zbv":
-        # A greedy order may change with the transfer time, and not always for the better; a fixed one cannot.
-        assert makespan(style, pp, chunks, count, StageTimes(*times), 0.0) <= span + 1e-9
+    assert makespan(style, pp, chunks, count, StageTimes(*times), 0.0) <= span + 1e-9
+
+
+@pytest.mark.parametrize("parts", [(1.0, 1.2, 0.8), (1.0, 1.4, 1.0), (0.8, 1.2, 1.0)])
+def test_unequal_passes_leave_bubbles_that_a_schedule_made_for_them_has_less_of(
+    parts: tuple[float, float, float],
+) -> None:
+    times = _uniform(8, 2, *parts)
+    busy = 16 * sum(parts)
+    own = makespan("zbv", 4, 2, 16, times, 0.0)
+    made_for_them = makespan("zbv", 4, 2, 16, times, 0.0, own_order=False)
+    assert busy < made_for_them <= own < makespan("1f1b", 4, 1, 16, _uniform(4, 1, *parts), 0.0)

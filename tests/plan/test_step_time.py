@@ -71,6 +71,7 @@ def test_corrections_move_the_time_the_way_they_say() -> None:
 
 def test_frameworks_are_told_apart_by_name() -> None:
     assert framework("Megatron-LM").attention == "unfused"
-    assert framework("NeMo 2.0 (Megatron-Core)").attention == "flash2"
+    assert framework("NeMo 2.0 (Megatron-Core)").attention == "cudnn"
+    assert framework("Megatron-Core 0.8").attention == "flash2"
     assert framework("Composer FSDP (llm-foundry)").default_zero == 3
     assert framework("something new").name == "something new"

@@ -253,7 +253,7 @@ def _recompute(row: Row) -> list[RecomputePolicy]:
     text = row.get("recompute", "").strip().lower()
     if not text:
         return ["none", "selective", "full"]
-    if text == "none":
+    if text in ("none", "0", "no", "off", "false", "disabled"):
         return ["none"]
     if "full" in text or "every" in text:
         return ["full"]
@@ -276,6 +276,6 @@ def _zero(row: Row, habits: Framework) -> Literal[0, 1, 2, 3]:
 
 def _flash(row: Row, habits: Framework) -> bool:
     text = row.get("flash_attention", "").strip().lower()
-    if text in ("0", "false"):
+    if text in ("0", "false", "no", "none"):
         return False
     return habits.attention != "unfused" if not text else True

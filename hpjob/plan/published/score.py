@@ -14,6 +14,13 @@ from hpjob.plan.published.predict import Prediction, predict
 from hpjob.plan.published.rows import Case, Row, Unpredictable, read_case
 
 _MIN_GROUP = 4
+_SEEN = (
+    "calibration.yaml: refitted without the family that is scored under --leave-one-family-out",
+    "frameworks.yaml (habits: memory a parameter, overlap, slack, host time): written down with all families in view",
+    "gpus.yaml (parts of the peaks): from public kernel measurements, chosen with all families in view",
+    "the safe part of a GPU's memory: from the spread of memory errors of all families",
+)
+"""What the figures of a family may owe to its own rows."""
 _FIT_ROWS = 16
 """Rows of a family that a fit uses: more of the same say little."""
 
@@ -105,6 +112,7 @@ def report(scored: Sequence[Scored], skipped: Mapping[str, list[str]]) -> dict[s
         **_memory_verdicts(scored),
         "families": families,
         "skipped": {reason: list(ids) for reason, ids in sorted(skipped.items())},
+        "seen": list(_SEEN),
     }
 
 

@@ -1,0 +1,75 @@
+"""By what kind of time one layout loses against another, in words that name the links."""
+
+from __future__ import annotations
+
+from hpjob.plan.hardware import THROUGH_HOST, Hardware
+from hpjob.plan.layout import Layout
+from hpjob.plan.search import Candidate
+
+KINDS = ("compute", "bubble", "tp_comm", "pp_comm", "dp_comm", "optimizer")
+_ISLANDS = {"nvlink": "NVLink", "xgmi": "XGMI", "pcie": "PCIe", "host": "the host's memory"}
+
+
+def losses(best: Candidate, rival: Candidate) -> dict[str, float]:
+    """Return seconds that the rival spends more, by kind."""
+    return {kind: getattr(rival.time, kind) - getattr(best.time, kind) for kind in KINDS}
+
+
+def main_loss(hardware: Hardware, best: Candidate, rival: Candidate) -> str:
+    """Name the kind of time in which the rival loses most, and the link where it is traffic."""
+    found = losses(best, rival)
+    kind = max(KINDS, key=lambda name: found[name])
+    a = rival.layout
+    if kind == "tp_comm":
+        size, stride, what = (a.tp, 1, "tp") if a.tp > 1 else (a.sp * a.ep, 1, "sequence or expert")
+        return f"{found[kind]:+.3g} s {what} traffic over {link_words(hardware, size, stride)}"
+    if kind == "dp_comm":
+        return f"{found[kind]:+.3g} s dp traffic over {link_words(hardware, a.dp * a.sp, a.tp)}"
+    if kind == "pp_comm":
+        words = link_words(hardware, 2, a.tp * a.sp * a.dp)
+        return f"{found[kind]:+.3g} s transfers between stages over {words}"
+    return f"{found[kind]:+.3g} s {kind}"
+
+
+def link_words(hardware: Hardware, size: int, stride: int) -> str:
+    """Name the slowest link of a group of ranks with what one rank gets of it."""
+    link = hardware.link(size, stride)
+    name = "the network" if link.crosses_nodes else _ISLANDS[hardware.island_kind]
+    if not link.crosses_nodes and link.bandwidth <= THROUGH_HOST < hardware.island_bandwidth * hardware.fit.island:
+        name = "the host, as a pair may have no link,"
+    return f"{name} at {link.bandwidth / 1e9:.0f} GB/s a GPU"
+
+
+def island_words(hardware: Hardware) -> str:
+    """Say which GPUs reach each other how fast."""
+    kind, size = _ISLANDS[hardware.island_kind], hardware.island_size
+    if hardware.is_cpu:
+        return f"all ranks of a node share {kind}"
+    inside = f"{size} GPUs reach each other over {kind} at {hardware.island_bandwidth / 1e9:.0f} GB/s"
+    if size > hardware.gpus_per_node:
+        inside += f", across {size // hardware.gpus_per_node} nodes"
+    elif size < hardware.gpus_per_node:
+        inside += f", the {hardware.gpus_per_node} of a node are no such group"
+    share = hardware.nic_bandwidth / hardware.gpus_per_node / 1e9
+    return f"{inside}; the network has {share:.0f} GB/s a GPU"
+
+
+def difference(best: Layout, other: Layout, without: str) -> str:
+    """Name what else differs between two layouts, such as ``pp 4, zero 3``."""
+    names = (
+        ("tp", "tp"),
+        ("pp", "pp"),
+        ("sp", "sp"),
+        ("ep", "ep"),
+        ("zero", "zero"),
+        ("microbatch", "microbatch"),
+        ("style", "schedule"),
+        ("recompute", "recompute"),
+        ("sequence_mode", "sp"),
+    )
+    found = [
+        f"{label} {getattr(other, field)}"
+        for field, label in names
+        if label != without and getattr(best, field) != getattr(other, field)
+    ]
+    return ", ".join(found)

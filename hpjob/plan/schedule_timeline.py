@@ -1,0 +1,103 @@
+"""When every rank of a pipeline does what: the simulated schedule as spans, for pictures."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from hpjob.plan.layout import stages_of_rank
+from hpjob.plan.schedule import interleaved, one_f_one_b
+from hpjob.plan.schedule_zbv import Op, zbv_orders
+from hpjob.plan.stage_times import StageTimes
+from hpjob.recipe.model import PipelineStyle
+
+
+@dataclass(frozen=True, slots=True)
+class Span:
+    """One operation of one pipeline rank; seconds from the start of the step."""
+
+    rank: int
+    kind: str
+    """``F`` forward, ``B`` backward (of the input only where ``W`` follows), ``W`` weight gradients."""
+    stage: int
+    microbatch: int
+    begin: float
+    end: float
+
+
+def timeline(
+    style: PipelineStyle,
+    pp: int,
+    chunks: int,
+    num_microbatches: int,
+    times: StageTimes,
+    hop: float,
+    blocking: float = 0.0,
+) -> tuple[Span, ...]:
+    """Return all operations; see :func:`hpjob.plan.schedule.makespan` for the arguments."""
+    replay = _Replay(style, pp, chunks, times, hop * (1.0 - blocking), hop * blocking)
+    orders = _orders(style, pp, chunks, num_microbatches)
+    positions, waiting = [0] * pp, list(range(pp))
+    while waiting:
+        for rank in waiting:
+            while positions[rank] < len(orders[rank]) and replay.run(rank, orders[rank][positions[rank]]):
+                positions[rank] += 1
+        waiting = [rank for rank in waiting if positions[rank] < len(orders[rank])]
+    return tuple(sorted(replay.spans, key=lambda span: (span.rank, span.begin, span.end)))
+
+
+def _orders(style: PipelineStyle, pp: int, chunks: int, count: int) -> list[list[Op]]:
+    """Orders of all ranks with stages in place of chunks."""
+    if style == "zbv":
+        return [list(order) for order in zbv_orders(pp, count)]
+    orders = [one_f_one_b(pp, r, count) if style == "1f1b" else interleaved(pp, r, chunks, count) for r in range(pp)]
+    return [
+        [(kind, stages_of_rank(rank, pp, chunks, style)[chunk], microbatch) for kind, chunk, microbatch in order]
+        for rank, order in enumerate(orders)
+    ]
+
+
+class _Replay:
+    """Clocks of the ranks and arrival times of what operations wait for."""
+
+    def __init__(
+        self, style: PipelineStyle, pp: int, chunks: int, times: StageTimes, wait: float, stall: float
+    ) -> None:
+        self.times, self.wait, self.stall = times, wait, stall
+        self.split = style == "zbv"
+        self.last = pp * chunks - 1
+        self.owner = {s: rank for rank in range(pp) for s in stages_of_rank(rank, pp, chunks, style)}
+        self.arrived: dict[Op, float] = {}
+        self.clocks = [0.0] * pp
+        self.spans: list[Span] = []
+
+    def run(self, rank: int, op: Op) -> bool:
+        """Carry out an operation; False when its input is not there yet."""
+        kind, stage, microbatch = op
+        ready = self.arrived.get(op, 0.0 if kind == "W" or (kind == "F" and stage == 0) else -1.0)
+        if ready < 0.0:
+            return False
+        begin = max(self.clocks[rank], ready)
+        end = begin + self._seconds(kind, stage)
+        self.clocks[rank] = end
+        self.spans.append(Span(rank, kind, stage, microbatch, begin, end))
+        if kind == "F" and stage == self.last:
+            self.arrived["B", stage, microbatch] = end
+        elif kind == "F":
+            self.arrived["F", stage + 1, microbatch] = end + self._transfer(stage, stage + 1)
+        elif kind == "B" and stage:
+            self.arrived["B", stage - 1, microbatch] = end + self._transfer(stage, stage - 1)
+        return True
+
+    def _transfer(self, sender: int, receiver: int) -> float:
+        return self.wait if self.owner[sender] != self.owner[receiver] else 0.0
+
+    def _seconds(self, kind: str, stage: int) -> float:
+        t = self.times
+        if kind == "W":
+            return t.backward_weight[stage]
+        source = stage - 1 if kind == "F" else stage + 1
+        received = 0 <= source <= self.last and self.owner[source] != self.owner[stage]
+        stall = self.stall if received else 0.0
+        if kind == "F":
+            return t.forward[stage] + stall
+        return t.backward_input[stage] + (0.0 if self.split else t.backward_weight[stage]) + stall
