@@ -20,9 +20,10 @@ def wanted_segment(plan: Plan, topology: Topology, options: Iterable[str] = ()) 
     Args:
         plan: The plan.
         topology: Of the cluster, with its blocks.
-        options: Options that a person passed through; a ``--segment`` of their own counts.
+        options: Options that a person passed through; a ``--segment`` of their own counts, and with nodes of
+            their own Slurm 24.11 refuses segments.
     """
-    if any(option.startswith("--segment=") for option in options):
+    if any(option.startswith(("--segment=", "--nodelist=", "-w")) for option in options):
         return None
     size = segment_nodes(plan.degrees, plan.gpus_per_node, topology)
     return size if size is not None and sbatch_takes(f"--segment={size}") else None
