@@ -68,3 +68,4 @@ def test_asked_only_where_sbatch_knows_it_and_nobody_said_otherwise(fake_slurm: 
     fake_slurm.answer("sbatch --segment=2 --version", "slurm-wlm 24.11.5\n")
     assert wanted_segment(plan, topology) == 2
     assert wanted_segment(plan, topology, ["--constraint=x", "--segment=1"]) is None
+    assert wanted_segment(plan, topology, ["--nodelist=n1,n3,n2,n4"]) is None  # Slurm refuses both together
