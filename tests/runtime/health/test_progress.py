@@ -49,10 +49,6 @@ def test_something_slow_is_announced_and_then_over() -> None:
     with progress.during("evaluation"):
         assert (progress.phase.name, progress.phase.allowance_s) == ("evaluation", 1800.0)
     assert progress.phase.allowance_s == allowance
-    with progress.saving(5):
-        assert (progress.phase.name, progress.phase.allowance_s) == ("save", 1800.0)
-    with progress.saving(6):
-        assert progress.phase.allowance_s == 120.0
 
 
 @pytest.mark.parametrize(("text", "floor"), [("7.5", 7.5), ("soon", 30.0), ("0", 0.0)])
