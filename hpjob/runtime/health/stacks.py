@@ -39,8 +39,8 @@ def waits_for_others(frame: FrameType | None) -> bool:
     path = frame.f_code.co_filename.replace("\\", "/")
     if path.endswith(_WAITING_FILES):
         return True
-    line = linecache.getline(frame.f_code.co_filename, frame.f_lineno)
-    return bool(_WAITING_LINE.search(line))
+    number: int | None = frame.f_lineno  # None at some instructions, whatever the stubs say
+    return bool(number and _WAITING_LINE.search(linecache.getline(frame.f_code.co_filename, number)))
 
 
 def innermost(frame: FrameType | None) -> str:
