@@ -7,10 +7,14 @@ from typing import TYPE_CHECKING, Any
 
 import typer
 
+from hpjob.core.quantity import duration
+
 if TYPE_CHECKING:
     from hpjob.cli.run_status import RunStatus
     from hpjob.report.read import RunRecord
     from hpjob.report.timeline import Accounting, AttemptSummary
+
+__all__ = ["as_document", "as_lines", "duration", "register"]
 
 
 def register(app: typer.Typer) -> None:
@@ -155,8 +159,6 @@ def _progress(current: RunStatus) -> str:
         return f"0 of {total}"
     text = f"{last.step} of {total}, loss {last.loss:.4f}, {record.tokens_per_s or 0:,.0f} tokens/s"
     if current.state == "running" and record.seconds_left:
-        from hpjob.report.timeline_text import duration
-
         text += f", {duration(record.seconds_left)} left"
     return text
 

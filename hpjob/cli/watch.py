@@ -10,6 +10,7 @@ import typer
 
 from hpjob.cli.find_run import run_argument
 from hpjob.cli.run_status import RunStatus, run_status
+from hpjob.core.quantity import duration
 from hpjob.core.run_dir import RunDir
 from hpjob.slurm.query import JobState
 
@@ -81,8 +82,6 @@ def _watch_on_terminal(run: RunDir) -> None:
 
 def _short_numbers(status: RunStatus) -> str:
     """Return what stands behind the bar, which tells the step itself."""
-    from hpjob.report.timeline_text import duration
-
     record = status.record
     loss = f"loss {record.last_step.loss:.3f}" if record.last_step else ""
     left = f"  {duration(record.seconds_left)} left" if record.seconds_left else ""
@@ -90,8 +89,6 @@ def _short_numbers(status: RunStatus) -> str:
 
 
 def _numbers(status: RunStatus) -> str:
-    from hpjob.report.timeline_text import duration
-
     record = status.record
     last = record.last_step
     if last is None:

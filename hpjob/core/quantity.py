@@ -42,3 +42,12 @@ def slurm_time(seconds: int) -> str:
     hours, minutes = divmod(rest, 60)
     clock = f"{hours:02d}:{minutes:02d}:00"
     return f"{days}-{clock}" if days else clock
+
+
+def duration(seconds: float) -> str:
+    """Write seconds as ``45 s``, ``12 min`` or ``3 h 20 min``."""
+    minutes, rest = divmod(round(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    if hours:
+        return f"{hours} h {minutes} min"
+    return f"{minutes} min" if minutes >= 5 else f"{minutes} min {rest} s" if minutes else f"{rest} s"

@@ -5,18 +5,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from hpjob.core.hostlist import fold
+from hpjob.core.quantity import duration
 from hpjob.report.timeline import Accounting, AttemptSummary
 
 _SHOWN = 12
-
-
-def duration(seconds: float) -> str:
-    """Write seconds as ``45 s``, ``12 min`` or ``3 h 20 min``."""
-    minutes, rest = divmod(round(seconds), 60)
-    hours, minutes = divmod(minutes, 60)
-    if hours:
-        return f"{hours} h {minutes} min"
-    return f"{minutes} min" if minutes >= 5 else f"{minutes} min {rest} s" if minutes else f"{rest} s"
 
 
 def accounting_line(account: Accounting) -> str:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from math import isfinite
 from typing import Any, ClassVar
 
 import torch
@@ -167,13 +168,18 @@ class Engine:
         scale = self.gradient_scale
         norm = sums[1].sqrt() / scale
         lr = learning_rate(self._recipe.optimizer, step, self._recipe.training.steps)
-        updates = self.loss_scale is None or self.loss_scale.accepts(norm.item())
-        if updates and self.accepts_update is not None:
-            updates = self.accepts_update(sums[0].item(), norm.item())
+        updates = self._may_update(sums[0], norm)
         if updates:
             self.optimizer.step(lr, norm, scale)
         figures = torch.stack([sums[0], norm, num_tokens.double()]).tolist()
         return StepResult(loss=figures[0], grad_norm=figures[1], num_tokens=int(figures[2]), lr=lr, updated=updates)
+
+    def _may_update(self, loss: Tensor, norm: Tensor) -> bool:
+        """Tell whether an update may be made; one that is refused leaves the loss scale as it is, too."""
+        overflowed = self.loss_scale is not None and not isfinite(norm.item())
+        if self.accepts_update is not None and not overflowed and not self.accepts_update(loss.item(), norm.item()):
+            return False
+        return self.loss_scale is None or self.loss_scale.accepts(norm.item())
 
     def evaluate(self, batch: Batch, head: Head | None = None) -> tuple[float, int]:
         """Return the mean token loss of a batch, and its number of valid tokens, without training on it.

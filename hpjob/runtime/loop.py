@@ -148,7 +148,7 @@ class TrainLoop:
     def _save(self) -> bool:
         """Save the current step on all ranks; tell whether a complete checkpoint came of it."""
         set_timeout(self._t.timeouts.setup_s)
-        with self._t.reporter.progress.saving(self._step):
+        with self._t.reporter.progress.during("save"):
             saved = self._write_checkpoint()
         set_timeout(self._t.timeouts.step_s)
         return saved

@@ -24,6 +24,7 @@ from hpjob.slurm.job_environment import current_job, node_addresses
 from hpjob.slurm.live import refuse_second_job
 from hpjob.slurm.master_address import master_address
 from hpjob.slurm.measured_lead import refresh_script
+from hpjob.slurm.node_faults import remember_lost_nodes
 from hpjob.slurm.seen_from_inside import seen_from_inside
 from hpjob.slurm.site import read_site
 from hpjob.slurm.submit_environment import override_warnings
@@ -62,6 +63,8 @@ def begin_on_slurm(run: RunDir) -> AttemptDir | None:
     if nothing_to_do is not None:
         logger.info("%s, so this successor has nothing to do; `hpjob resume` goes on", nothing_to_do)
         return None
+    if lost := remember_lost_nodes(run):
+        logger.warning("the last attempt was lost with %s", ", ".join(lost))
     for warning in override_warnings(os.environ):
         logger.warning("%s", warning)
     known = cluster_topology(job.partition, len(job.nodes), job.nodes)

@@ -25,7 +25,7 @@ def blamed_nodes(run: RunDir, attempt: AttemptDir, ends: Sequence[TaskEnd]) -> l
     """
     lost = [end.node for end in ends if not end.ranks]
     if lost:
-        return [_strike(run, attempt, node, "node-failure", "Slurm reported a node failure") for node in lost]
+        return [node_failure(run, attempt, node, "Slurm reported a node failure") for node in dict.fromkeys(lost)]
     failures = [failure for failure in read_failures(attempt) if points_to_node(failure)]
     unfit = [failure for failure in failures if failure.kind == "preflight"]
     nodes = dict.fromkeys(failure.node for failure in unfit or failures)
@@ -34,6 +34,11 @@ def blamed_nodes(run: RunDir, attempt: AttemptDir, ends: Sequence[TaskEnd]) -> l
         return []
     first = {failure.node: failure for failure in reversed(unfit or failures)}
     return [_strike(run, attempt, node, first[node].kind, first[node].message) for node in nodes]
+
+
+def node_failure(run: RunDir, attempt: AttemptDir, node: str, what: str) -> Strike:
+    """Return the strike of a node that Slurm lost."""
+    return _strike(run, attempt, node, "node-failure", what)
 
 
 def points_to_node(failure: Failure) -> bool:

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 from hpjob.core.hostlist import fold
 from hpjob.core.run_dir import AttemptDir, RunDir
 from hpjob.core.run_records import read_json, read_outcome
 from hpjob.slurm.bad_nodes import NodeMemory
-from hpjob.slurm.blame import blamed_nodes, cause_beside_the_program
+from hpjob.slurm.blame import blamed_nodes, cause_beside_the_program, node_failure
 from hpjob.slurm.commands import key_values, run_command
 from hpjob.slurm.leave_out import exclude_from_next_start
 from hpjob.slurm.srun_log import TaskEnd
@@ -43,8 +44,7 @@ def note_node_faults(
         return []
     if not strikes:
         return []
-    site = document.get("site")
-    memory = NodeMemory(str(site.get("cluster") if isinstance(site, dict) else "cluster"))
+    memory = _memory(document)
     memory.add(strikes)
     for strike in strikes:
         logger.warning("node %s: %s: %s", strike.node, strike.kind, strike.what)
@@ -55,6 +55,30 @@ def note_node_faults(
     if left_out:
         logger.info("the next start does without %s", fold(left_out))
     return left_out
+
+
+def remember_lost_nodes(run: RunDir) -> list[str]:
+    """Remember nodes of the newest attempt that are down now, when it left no word of its end: they took it along.
+
+    Returns:
+        Their names.
+    """
+    attempts = run.attempt_list()
+    document = read_json(attempts[-1].attempt_json) if attempts else None
+    if document is None or document.get("executor") != "slurm" or attempts[-1].end.exists():
+        return []
+    names = [str(name) for name in document.get("hostnames") or ()]
+    result = run_command(["sinfo", "-h", "-N", "-n", ",".join(names), "-o", "%N %T"])
+    rows = (line.split() for line in result.stdout.splitlines())
+    lost = {row[0] for row in rows if len(row) == 2 and row[1].lower().startswith(("down", "fail"))}
+    found = [name for name in names if name in lost]
+    _memory(document).add([node_failure(run, attempts[-1], name, "down after its job was lost") for name in found])
+    return found
+
+
+def _memory(document: Mapping[str, Any]) -> NodeMemory:
+    site = document.get("site")
+    return NodeMemory(str(site.get("cluster") if isinstance(site, dict) else "cluster"))
 
 
 def _slurm_ends(job_id: str) -> bool:

@@ -15,6 +15,7 @@ from hpjob.slurm.attempt_end import end_attempt
 from hpjob.slurm.bad_nodes import MEMORY_S, NodeMemory, Strike
 from hpjob.slurm.leave_out import leave_out_bad_nodes
 from hpjob.slurm.model import JobSpec
+from hpjob.slurm.node_faults import remember_lost_nodes
 from hpjob.slurm.render import render_script
 from hpjob.slurm.site import read_site
 from tests.support.fake_slurm import FakeSlurm
@@ -243,3 +244,19 @@ def test_a_node_that_is_asked_for_by_name_stays(fake: FakeSlurm, run: RunDir, ca
     fail(ended, 5, "hang", exception="Hang")
     end_attempt(run, ended, 3, [])
     assert not ended.exclude.exists() and "asks for it by name" in caplog.text
+
+
+def test_a_node_that_is_down_after_it_took_its_job_along(fake: FakeSlurm, run: RunDir) -> None:
+    attempt(run)
+    fake.answer("sinfo -h -N -n n1,n2", "n1 idle\nn2 down*\n")
+    assert remember_lost_nodes(run) == ["n2"]
+    assert [(entry.node, entry.kind) for entry in NodeMemory("fake").strikes()] == [("n2", "node-failure")]
+    write_json(run.attempt(0).end, {"decision": "requeue"})
+    assert remember_lost_nodes(run) == []
+
+
+def test_a_node_failure_that_slurm_reports(fake: FakeSlurm, run: RunDir) -> None:
+    ended = attempt(run)
+    ended.srun_log.write_text("srun: error: Node failure on n2\n")
+    end_attempt(run, ended, 1, None)
+    assert [(entry.node, entry.kind) for entry in NodeMemory("fake").strikes()] == [("n2", "node-failure")]

@@ -137,7 +137,7 @@ def test_a_second_job_does_not_enter_a_running_run(start: Start, slurm: SlurmSan
 
 
 def test_after_a_hang_it_goes_on_without_the_node(start: Start, slurm: SlurmSandbox) -> None:
-    run = start(steps=6, hang_rank=5)
+    run = start(steps=100, hang_rank=5)
     wait_for(run.finished.exists, "the run is finished", timeout=240)
     first, second = run.attempt_list()
     bad = first.hosts.read_text().split()[5]

@@ -77,7 +77,7 @@ def small_recipe(data: Path, **sections: dict[str, Any]) -> Recipe:
         "checkpoint": dict(every_steps=100),
     }
     for section, values in sections.items():
-        document[section] |= values
+        document[section] = document.get(section, {}) | values
     return Recipe.model_validate({"name": "small", **document})
 
 

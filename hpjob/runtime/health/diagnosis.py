@@ -92,7 +92,7 @@ def _words(found: Sequence[RankState], states: Sequence[RankState]) -> str:
     if waiting:
         example = next(state for state in states if state not in found)
         parts.append(
-            f"{waiting} rank{'s' if waiting > 1 else ''} wait for it, such as {example.rank} in {example.where}"
+            f"{waiting} rank{'s wait' if waiting > 1 else ' waits'} for it, such as {example.rank} in {example.where}"
         )
     return "; ".join(parts)
 

@@ -15,7 +15,6 @@ _SLOWEST_FACTOR = 5.0
 _RECENT = 20
 _EARLY_STEPS = 3
 _EARLY_FACTOR = 2.0
-_SAVE_FLOOR_S = 120.0
 
 
 def floor_from_env() -> float:
@@ -53,7 +52,6 @@ class Progress:
         self._long_s = long_s
         self._steps: deque[float] = deque(maxlen=_RECENT)
         self._first_step_s: float | None = None
-        self._saves: deque[float] = deque(maxlen=_RECENT)
         self.phase = Phase("set-up", 0, long_s)
         self.changes = 0
         """Counts phases, so that the same phase twice is progress too."""
@@ -77,18 +75,6 @@ class Progress:
             yield
         finally:
             self.enter(before.name, before.step, before.allowance_s)
-
-    @contextmanager
-    def saving(self, step: int) -> Iterator[None]:
-        """Announce a save; once one is measured, the next may take five times as long."""
-        before = self.phase
-        slowest = max(self._saves, default=None)
-        known = None if slowest is None else max(_SAVE_FLOOR_S, _SLOWEST_FACTOR * slowest)
-        self.enter("save", step, known)
-        started = time.monotonic()
-        yield
-        self._saves.append(time.monotonic() - started)
-        self.enter(before.name, before.step, before.allowance_s)
 
     def begin_step(self, step: int) -> None:
         """Announce that the data of a step are read."""

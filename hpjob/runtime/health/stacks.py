@@ -6,6 +6,7 @@ import faulthandler
 import linecache
 import re
 import sys
+import sysconfig
 import threading
 import traceback
 from pathlib import Path
@@ -21,6 +22,7 @@ _WAITING_LINE = re.compile(
 _DUMP_START = "Timeout ("
 _DUMP_LINE = re.compile(r"(?:Timeout \(|Thread 0x|Current thread 0x|  File \"|  <|  \.\.\.|Extension modules|\s*$)")
 _TAIL_BYTES = 256 * 1024
+_STANDARD_LIBRARY = sysconfig.get_paths()["stdlib"]
 BLOCKED_S = 10
 """A process whose Python stands still for so long writes its stacks by itself."""
 
@@ -37,15 +39,28 @@ def waits_for_others(frame: FrameType | None) -> bool:
     path = frame.f_code.co_filename.replace("\\", "/")
     if path.endswith(_WAITING_FILES):
         return True
-    line = linecache.getline(frame.f_code.co_filename, frame.f_lineno)
-    return bool(_WAITING_LINE.search(line))
+    number: int | None = frame.f_lineno  # None at some instructions, whatever the stubs say
+    return bool(number and _WAITING_LINE.search(linecache.getline(frame.f_code.co_filename, number)))
 
 
 def innermost(frame: FrameType | None) -> str:
-    """Return where a thread is, such as ``rows (tokens.py:61)``."""
+    """Return where a thread is, such as ``wait (threading.py:327) called by rows (tokens.py:61)``."""
     if frame is None:
         return "?"
+    caller: FrameType | None = frame
+    while caller is not None and _is_library(caller.f_code.co_filename):
+        caller = caller.f_back
+    if caller is None or caller is frame:
+        return _place(frame)
+    return f"{_place(frame)} called by {_place(caller)}"
+
+
+def _place(frame: FrameType) -> str:
     return f"{frame.f_code.co_name} ({Path(frame.f_code.co_filename).name}:{frame.f_lineno})"
+
+
+def _is_library(path: str) -> bool:
+    return path.startswith(("<", _STANDARD_LIBRARY)) or "site-packages" in path
 
 
 def all_stacks() -> str:

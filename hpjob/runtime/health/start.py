@@ -42,9 +42,8 @@ def watch_peers(watcher: PeerWatcher, reporter: FailureReporter, peers: PeerStor
     hangs = HangWatch(reporter, peers, pp_size=plan.degrees.pp, interval_s=watcher.interval_s)
     reporter.notify = peers.tell_failure
     peers.on_silent = hangs.report_silent
-    watcher.add(hangs.probe)
-    watcher.add(peers.probe)
     watcher.on_stop = peers.leave
+    watcher.add(hangs.probe, peers.probe)
     return hangs
 
 

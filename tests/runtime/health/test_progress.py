@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from hpjob.runtime.health.progress import Progress, Stillness, floor_from_env
-from hpjob.runtime.health.stacks import all_stacks, last_dump, waits_for_others
+from hpjob.runtime.health.stacks import all_stacks, innermost, last_dump, waits_for_others
 
 
 def trained(progress: Progress, *durations: float) -> float:
@@ -49,10 +49,6 @@ def test_something_slow_is_announced_and_then_over() -> None:
     with progress.during("evaluation"):
         assert (progress.phase.name, progress.phase.allowance_s) == ("evaluation", 1800.0)
     assert progress.phase.allowance_s == allowance
-    with progress.saving(5):
-        assert (progress.phase.name, progress.phase.allowance_s) == ("save", 1800.0)
-    with progress.saving(6):
-        assert progress.phase.allowance_s == 120.0
 
 
 @pytest.mark.parametrize(("text", "floor"), [("7.5", 7.5), ("soon", 30.0), ("0", 0.0)])
@@ -84,6 +80,29 @@ def test_a_thread_that_waits_is_told_from_one_that_computes() -> None:
     assert not waits_for_others(sys._getframe())
     assert not waits_for_others(None)
     assert "test_a_thread_that_waits_is_told_from_one_that_computes" in in_another_thread(all_stacks)
+
+
+def test_where_a_thread_is_names_the_code_that_called_a_library() -> None:
+    gate, inside = threading.Event(), threading.Event()
+
+    def work() -> None:
+        inside.set()
+        gate.wait()
+
+    thread = threading.Thread(target=work)
+    thread.start()
+    inside.wait()
+    try:
+        for _ in range(1000):
+            where = innermost(sys._current_frames()[thread.ident or 0])
+            if "called by" in where:
+                break
+            gate.wait(0.01)
+        assert "(threading.py:" in where and "called by work (test_progress.py:" in where
+    finally:
+        gate.set()
+        thread.join()
+    assert innermost(None) == "?"
 
 
 def in_another_thread(work: Callable[[], str]) -> str:
