@@ -165,9 +165,9 @@ def recompute_policies(problem: Problem) -> list[tuple[RecomputePolicy, int]]:
     """
     s = problem.settings
     wish = s.gradient_checkpoint_config
-    if wish.policy != "auto":
-        counts = wish.num_ckpt_layers_per_stage
+    counts = wish.num_ckpt_layers_per_stage
+    if wish.policy != "auto" or counts is not None:
         k = max(1, round(problem.shape.num_layers / max(1, sum(counts)))) if counts else wish.every_kth_layer
-        return [(wish.policy, k)]
+        return [("full" if wish.policy == "auto" else wish.policy, k)]
     selective: list[tuple[RecomputePolicy, int]] = [("selective", 1)] if s.enable_flash_attention is False else []
     return [("none", 1), *selective, *(("full", k) for k in (4, 3, 2, 1))]

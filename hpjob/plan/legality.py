@@ -153,7 +153,19 @@ def unsupported_by_runtime(plan: Plan, capabilities: RuntimeCapabilities = RUNTI
     found = unsupported_layout(layout_of(plan), capabilities)
     if plan.model_type not in capabilities.families:
         found.append(f"the runtime has no {plan.model_type} models (it has {', '.join(capabilities.families)})")
-    return found
+    return found + recomputation_problems(plan)
+
+
+def recomputation_problems(plan: Plan) -> list[str]:
+    """Return why the numbers of layers to recompute do not fit the stages of a plan, as sentences."""
+    counts, layers = plan.recompute_layers_per_stage, plan.pipeline.layers_per_stage
+    if counts is None:
+        return []
+    if plan.recompute != "full":
+        return [f"num_ckpt_layers_per_stage needs the recomputation policy full, not {plan.recompute}"]
+    if len(counts) != len(layers) or any(n > held for n, held in zip(counts, layers, strict=False)):
+        return [f"num_ckpt_layers_per_stage {list(counts)} does not fit stages of {list(layers)} layers"]
+    return []
 
 
 def layout_of(plan: Plan) -> Layout:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from hpjob.core.errors import UserInputError
+from hpjob.plan.legality import recomputation_problems
 from hpjob.plan.model import Pipeline, Plan
 from hpjob.recipe.model import Recipe
 from hpjob.runtime.model.families import family_of
@@ -45,18 +46,7 @@ def _unsupported_switches(plan: Plan) -> list[str]:
         reasons.append(f"zero_shard_size {shard} does not divide dp {degrees.dp} x sp {degrees.sp} = {data_ranks}")
     elif shard is not None and shard % degrees.ep and degrees.ep % shard:
         reasons.append(f"zero_shard_size {shard} and ep {degrees.ep}: neither is a multiple of the other")
-    return [*reasons, *_unsupported_recomputation(plan), *_unsupported_pipeline(plan.pipeline, degrees.pp)]
-
-
-def _unsupported_recomputation(plan: Plan) -> list[str]:
-    counts, layers = plan.recompute_layers_per_stage, plan.pipeline.layers_per_stage
-    if counts is None:
-        return []
-    if plan.recompute != "full":
-        return [f"num_ckpt_layers_per_stage needs the recomputation policy full, not {plan.recompute}"]
-    if len(counts) != len(layers) or any(n > held for n, held in zip(counts, layers, strict=False)):
-        return [f"num_ckpt_layers_per_stage {list(counts)} does not fit stages of {list(layers)} layers"]
-    return []
+    return [*reasons, *recomputation_problems(plan), *_unsupported_pipeline(plan.pipeline, degrees.pp)]
 
 
 def _unsupported_sequence(plan: Plan, recipe: Recipe) -> list[str]:
