@@ -29,7 +29,7 @@ def saved_bytes(case: Case) -> int:
     """Bytes that autograd keeps of one microbatch beside parameters, each memory once."""
     mesh = build_mesh(case.plan, "cpu")
     engine = Engine(case.plan, case.recipe, mesh, torch.device("cpu"))
-    own = {p.parameter.detach().untyped_storage().data_ptr() for p in engine.parameters}
+    own = {p.local.untyped_storage().data_ptr() for p in engine.parameters}
     kept: dict[int, torch.UntypedStorage] = {}
 
     def remember(tensor: torch.Tensor) -> torch.Tensor:
