@@ -109,8 +109,7 @@ class Engine:
         stages = {number: self._build_stage(number) for number in self._schedule.stages_of(self._rank)}
         self.stages: list[DecoderStage] = [stage for stage, _, _ in stages.values()]
         """This rank's stages, in model order."""
-        dtype = COMPUTE_DTYPE[plan.precision]
-        self.attention = describe_attention(self.stages[0], dtype, device)
+        self.attention = describe_attention(self.stages[0], COMPUTE_DTYPE[plan.precision], device)
         """Which attention runs, and why."""
         if mesh.rank == 0:
             log.info("attention is %s", self.attention)
@@ -120,8 +119,8 @@ class Engine:
         """Only in fp16."""
         self.accepts_update: Callable[[float, float], bool] | None = None
         """Asked with loss and gradient norm before each update, the same on all ranks; None = all are made."""
-        compiles_update = wants_compile(recipe, device) and not plan.cpu_offload
-        self.optimizer = AdamW(self.parameters, recipe.optimizer, compiled=compiles_update)
+        compiles = wants_compile(recipe, device) and not plan.cpu_offload
+        self.optimizer = AdamW(self.parameters, recipe.optimizer, compiled=compiles)
 
     def train_step(self, batch: Batch, step: int) -> StepResult:
         """Run one optimizer step.
