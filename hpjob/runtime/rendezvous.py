@@ -61,6 +61,10 @@ class PeerStore:
         except RuntimeError:
             return  # rank 0 is gone, which tells the others enough
 
+    def failure(self) -> str | None:
+        """Return what the rank that failed first told the others, or None."""
+        return self.read(_FAILED_KEY)
+
     def probe(self) -> str | None:
         """Return why this rank should end, or None."""
         try:

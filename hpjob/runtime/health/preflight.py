@@ -10,6 +10,7 @@ import logging
 import os
 import shutil
 import time
+from contextlib import suppress
 from dataclasses import dataclass
 
 import torch
@@ -32,6 +33,7 @@ log = logging.getLogger(__name__)
 LIMIT_S = 60.0
 """Once all ranks are there; longer than any check takes on a sound node."""
 _POLL_S = 0.02
+_TELL_S = 10.0
 _KEY = "hpjob/preflight"
 _FOLDER = "preflight"
 
@@ -160,8 +162,16 @@ class Preflight:
         for problem in problems:
             if rank.rank in problem.ranks:
                 raise PreflightError(f"preflight, {problem.check}: {problem.message}", hint=problem.hint)
+        self._let_them_tell()
         named = "; ".join(f"{problem.check}: {problem.message}" for problem in problems)
         raise PeerLostError(f"the preflight failed on another node: {named}", hint=problems[0].hint)
+
+    def _let_them_tell(self) -> None:
+        """Leave only once a rank with a problem has written it down: with rank 0 its store ends, and that rank too."""
+        deadline = time.monotonic() + _TELL_S
+        with suppress(RuntimeError):
+            while self.store.failure() is None and time.monotonic() < deadline:
+                time.sleep(_POLL_S)
 
     def _wait(self, key: str, within_s: float, otherwise: str) -> str:
         text = self._poll(key, within_s)
