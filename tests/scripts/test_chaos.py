@@ -18,11 +18,11 @@ pytestmark = [pytest.mark.slurm, pytest.mark.distributed, pytest.mark.timeout(12
 def test_a_few_runs_survive(slurm_sandbox: SlurmSandbox, tmp_path: Path) -> None:
     """Needs Slurm's packages, which the shared sandbox has checked; it starts one of its own."""
     report = tmp_path / "report.json"
-    command = [sys.executable, REPOSITORY / "scripts" / "chaos.py", "--runs", "4", "--seed", "7", "--lanes", "4"]
-    faults = ("no grace time", "one rank killed", "srun killed", "administrator")
+    command = [sys.executable, REPOSITORY / "scripts" / "chaos.py", "--quick", "--runs", "6", "--seed", "7"]
+    faults = ("no grace time", "one rank killed", "srun killed", "administrator", "shell killed")
     release = ["--release", slurm_sandbox.release] if slurm_sandbox.release else []
     only = [word for fault in faults for word in ("--only", fault)]
     done = subprocess.run([*command, *release, *only, "--report", report], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
-    assert done.stdout.splitlines()[-1] == "4 of 4 survived"
-    assert len(json.loads(report.read_text())["kinds"]) == 4
+    assert done.stdout.splitlines()[-1] == "6 of 6 survived"
+    assert len(json.loads(report.read_text())["kinds"]) == 6
