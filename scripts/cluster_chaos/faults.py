@@ -144,7 +144,8 @@ def set_node_down(victim: Victim, chance: random.Random) -> None:
     node = chance.choice(victim.nodes)
     victim.site.run("scontrol", "update", f"NodeName={node}", "State=DOWN", "Reason=chaos")
     time.sleep(2)
-    victim.site.run("scontrol", "update", f"NodeName={node}", "State=RESUME")
+    # It may have come back by itself.
+    victim.site.run("scontrol", "update", f"NodeName={node}", "State=RESUME", check=False)
 
 
 def restart_controller(victim: Victim, chance: random.Random) -> None:
