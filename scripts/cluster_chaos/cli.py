@@ -120,11 +120,13 @@ def _all_runs(options: argparse.Namespace, site: Site, base: Path) -> list[Resul
     order = [fault for _ in range(-(-options.runs // len(chosen))) for fault in chance.sample(chosen, len(chosen))]
     jobs = [(number, order[number], chance.getrandbits(32)) for number in range(options.runs)]
     results: list[Result] = []
-    with ThreadPoolExecutor(options.lanes) as lanes:
-        for future in as_completed([lanes.submit(one, *job) for job in jobs]):
-            if (result := future.result()) is not None:
-                results.append(result)
-                _write_report(options, results)
+    # A killed controller forgets what it was told a moment ago, for all jobs: those runs come last, one by one.
+    for alone, width in ((False, options.lanes), (True, 1)):
+        with ThreadPoolExecutor(width) as lanes:
+            for future in as_completed([lanes.submit(one, *job) for job in jobs if job[1].alone is alone]):
+                if (result := future.result()) is not None:
+                    results.append(result)
+                    _write_report(options, results)
     return results
 
 

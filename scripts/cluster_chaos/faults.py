@@ -12,6 +12,7 @@ from cluster_chaos.victim import Victim
 
 AWAY_S = 6.0
 """How long a killed daemon stays away."""
+NOTICED_S = 90.0
 
 
 @dataclass(frozen=True)
@@ -23,12 +24,14 @@ class Fault:
         happen: What is done to a run that is just training or being set up.
         partition: Where the run has to be.
         needs_ranks: Whether the ranks have to be up when it happens.
+        alone: Whether it strikes all jobs of the cluster, so that no other run may be just hit by something else.
     """
 
     name: str
     happen: Callable[[Victim, random.Random], None]
     partition: str = "batch"
     needs_ranks: bool = True
+    alone: bool = False
 
 
 def preempt(victim: Victim, chance: random.Random) -> None:
@@ -127,9 +130,16 @@ def lose_last_node(victim: Victim, chance: random.Random) -> None:
 
 
 def _lose(victim: Victim, node: str) -> None:
+    """Take a node away until Slurm has noticed; a shorter absence could leave Slurm believing in a dead young job."""
+    job_id = victim.job_id
     victim.site.control("stop-node", node, "--with-jobs")
-    time.sleep(AWAY_S)
+    victim.wait(lambda: not _running(victim, job_id) or _is_down(victim, node), NOTICED_S)
+    victim.wait(lambda: _is_down(victim, node), NOTICED_S)
     victim.site.control("start-node", node)
+
+
+def _is_down(victim: Victim, node: str) -> bool:
+    return "down" in victim.site.run("sinfo", "-h", "-n", node, "-o", "%T", check=False).lower()
 
 
 def restart_slurmd(victim: Victim, chance: random.Random) -> None:
@@ -216,8 +226,8 @@ FAULTS = (
     Fault("another node lost", lose_last_node),
     Fault("slurmd killed and started again", restart_slurmd, needs_ranks=False),
     Fault("node set down", set_node_down, needs_ranks=False),
-    Fault("controller restarted", restart_controller, needs_ranks=False),
-    Fault("controller dead when the ranks have saved", preempt_without_controller),
+    Fault("controller restarted", restart_controller, needs_ranks=False, alone=True),
+    Fault("controller dead when the ranks have saved", preempt_without_controller, alone=True),
     Fault("cancelled with scancel, then resumed", scancel, needs_ranks=False),
     Fault("cancelled with hpjob, then resumed", hpjob_cancel, needs_ranks=False),
     Fault("submitted twice", second_job, needs_ranks=False),
