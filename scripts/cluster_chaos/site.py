@@ -50,16 +50,12 @@ class Site:
     def environment(self) -> dict[str, str]:
         """Variables of commands that use this sandbox."""
         cleaned = {name: value for name, value in os.environ.items() if not name.startswith(("SLURM", "SBATCH_"))}
-        return (
-            cleaned
-            | self._programs()
-            | {
-                "SLURM_CONF": str(self.state / "slurm.conf"),
-                "PYTHONPATH": f"{QUICK}:{ROOT}" if self.quick else str(ROOT),
-                "OMP_NUM_THREADS": "1",
-                "HPJOB_DETECT_TIMEOUT_S": "0",
-            }
-        )
+        return cleaned | {
+            "SLURM_CONF": str(self.state / "slurm.conf"),
+            "PYTHONPATH": f"{QUICK}:{ROOT}" if self.quick else str(ROOT),
+            "OMP_NUM_THREADS": "1",
+            "HPJOB_DETECT_TIMEOUT_S": "0",
+        }
 
     def up(self) -> None:
         """Start it, or start again what of it was killed."""
@@ -67,6 +63,8 @@ class Site:
         for name, settings in PARTITIONS.items():
             line = f"PartitionName={name} Nodes=ALL PriorityTier=1 {settings} DefaultTime=01:00:00 MaxTime=1-0"
             arguments += ["--conf", line]
+        if self.release is not None:
+            arguments += ["--release", self.release]
         self.control("up", *arguments)
         programs = json.loads((self.state / "sandbox.json").read_text(encoding="utf-8"))["programs"]
         if programs and not os.environ["PATH"].startswith(programs):
@@ -78,17 +76,7 @@ class Site:
     def control(self, command: str, *arguments: str) -> None:
         """Run ``slurm-sandbox COMMAND``; one at a time, since several lanes may want one."""
         with self._control:
-            release = ("--release", self.release) if self.release is not None else ()
-            self.run(sys.executable, SANDBOX, command, "--state-dir", self.state, *release, *arguments)
-
-    def _programs(self) -> dict[str, str]:
-        """PATH with the commands of another release first."""
-        try:
-            saved = json.loads((self.state / "sandbox.json").read_text(encoding="utf-8"))
-        except FileNotFoundError:  # not started
-            return {}
-        programs = saved.get("programs") if self.release is not None else None
-        return {"PATH": f"{programs}{os.pathsep}{os.environ['PATH']}"} if programs else {}
+            self.run(sys.executable, SANDBOX, command, "--state-dir", self.state, *arguments)
 
     def run(self, *command: str | Path, check: bool = True, cwd: Path | None = None, **variables: str) -> str:
         """Run a command on this sandbox, with further variables, and return what it prints."""
