@@ -125,12 +125,18 @@ class TrainingSettings(Persisted):
 
 
 class CheckpointSettings(Persisted):
-    """When to save; a save that a signal asks for comes on top."""
+    """When to save and what to keep; a save that a signal asks for comes on top and is ephemeral."""
 
     every_steps: PositiveInt = 100
+    """Steps between permanent checkpoints."""
     keep_last: PositiveInt = 2
+    """Permanent checkpoints that are kept, the newest ones."""
+    keep_every_steps: PositiveInt | None = None
+    """Permanent checkpoints of multiples of this are never deleted."""
     ephemeral_every_steps: PositiveInt | None = None
     """Steps between checkpoints that are kept only until the next one is complete; None = none."""
+    asynchronous: bool = True
+    """Copy the state to host memory and write it while training goes on."""
 
 
 class LossWatchSettings(Persisted):

@@ -11,8 +11,11 @@ import torch
 from hpjob.core.run_records import Outcome
 from hpjob.runtime.agreement import StopAgreement, on_rank_zero, wait_for_all
 from hpjob.runtime.checkpoint.folder import CheckpointFolder
+from hpjob.runtime.checkpoint.keeper import CheckpointKeeper
 from hpjob.runtime.checkpoint.load import find_checkpoint, load_checkpoint
 from hpjob.runtime.checkpoint.manifest import Manifest, Scalar, fingerprint
+from hpjob.runtime.checkpoint.notes import connect
+from hpjob.runtime.checkpoint.saver import SaveParts, Saver
 from hpjob.runtime.data.batches import BatchReader
 from hpjob.runtime.data.tokens import TokenDataset
 from hpjob.runtime.engine import Engine
@@ -87,8 +90,7 @@ class Session:
             plan=self._plan,
             engine=engine,
             batches=BatchReader(dataset, mesh.dp_rank, mesh.dp_size, device),
-            checkpoints=self._checkpoints,
-            fingerprint=identity,
+            keeper=self._keeper(engine, identity, device, resumed.step if resumed else 0),
             stop=self._stop,
             records=self._records,
             reporter=self._reporter,
@@ -106,6 +108,25 @@ class Session:
         if losses.decides_updates:
             engine.accepts_update = losses.accepts
         return losses
+
+    def _keeper(
+        self, engine: Engine, identity: dict[str, Scalar], device: torch.device, saved_step: int
+    ) -> CheckpointKeeper:
+        parts = SaveParts(
+            folder=self._checkpoints,
+            engine=engine,
+            plan=self._plan,
+            fingerprint=identity,
+            settings=self._recipe.checkpoint,
+            store=connect(self._rank.attempt),
+            device=device,
+            ranks_on_node=self._rank.ranks_on_node,
+            timeout_s=self._timeouts.setup_s,
+            make_durable=self._records.sync_metrics,
+        )
+        return CheckpointKeeper(
+            Saver(parts), self._recipe.checkpoint, self._records, saved_step, self._reporter.note_checkpoint
+        )
 
     def _verify_data(self, dataset: TokenDataset) -> None:
         """Compare small token files with their checksum; large ones only by size, which was done."""
