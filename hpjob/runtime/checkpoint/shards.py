@@ -41,17 +41,13 @@ class ShardPlan:
         planner = DefaultSavePlanner()
         metadata: list[Metadata] = []
 
-        def local() -> SavePlan:
-            planner.set_up_planner(dict(state), is_coordinator=dist.get_rank() == 0)
-            return planner.create_local_plan()
-
-        def whole(plans: list[SavePlan]) -> list[SavePlan]:
-            parts, found = planner.create_global_plan(plans)
+        def distribute(plans: list[SavePlan]) -> list[SavePlan]:
+            parts, found = plan_whole(planner, plans)
             metadata.append(found)
-            # The names of the files; which folder they stand in is no part of the plan.
-            return FileSystemWriter("unused").prepare_global_plan(parts)
+            return parts
 
-        plan = scatter_from_rank_zero(local, whole)
+        rank = dist.get_rank()
+        plan = scatter_from_rank_zero(lambda: plan_locally(planner, state, rank), distribute)
         return cls(planner, plan, metadata[0] if metadata else None)
 
     @property
@@ -66,6 +62,19 @@ class ShardPlan:
         """Return the live local tensors that this rank writes, by index."""
         self._planner.state_dict = dict(state)
         return {item.index: self._planner.lookup_object(item.index).detach() for item in self._plan.items}
+
+
+def plan_locally(planner: DefaultSavePlanner, state: Mapping[str, Any], rank: int) -> SavePlan:
+    """Return all that a rank could write."""
+    planner.set_up_planner(dict(state), is_coordinator=rank == 0)
+    return planner.create_local_plan()
+
+
+def plan_whole(planner: DefaultSavePlanner, plans: list[SavePlan]) -> tuple[list[SavePlan], Metadata]:
+    """Return what each rank is to write, so that everything is written once, and the description of it all."""
+    parts, metadata = planner.create_global_plan(plans)
+    # The names of the files; which folder they stand in is no part of the plan.
+    return FileSystemWriter("unused").prepare_global_plan(parts), metadata
 
 
 class ResolvedPlanner(DefaultSavePlanner):
