@@ -35,7 +35,21 @@ app = typer.Typer(
     context_settings={"help_option_names": ["-h", "--help"]},
 )
 
-for command in (plan, rehearse, recipes, submit, status, logs, checkpoints, cancel, resume, export, nodes, data, topology):
+for command in (
+    plan,
+    rehearse,
+    recipes,
+    submit,
+    status,
+    logs,
+    checkpoints,
+    cancel,
+    resume,
+    export,
+    nodes,
+    data,
+    topology,
+):
     command.register(app)
 
 # typer brings its own click or uses the installed one; this is that one's base of usage errors.

@@ -95,6 +95,8 @@ class DataSettings(Persisted):
     seed: int = 1234
     pack_documents: bool = False
     """Tokens see only their own document, and positions begin anew with each; False = a sample is one text."""
+    log_samples: bool = False
+    """Write the numbers of the samples of every step into the attempt's folder, a file a data-parallel rank."""
 
 
 class OptimizerSettings(Persisted):

@@ -9,6 +9,7 @@ from pathlib import Path
 import torch
 
 from hpjob.core.run_records import Outcome
+from hpjob.plan.model import Axis
 from hpjob.runtime.agreement import StopAgreement, on_rank_zero, wait_for_all
 from hpjob.runtime.checkpoint.folder import CheckpointFolder
 from hpjob.runtime.checkpoint.keeper import CheckpointKeeper
@@ -17,6 +18,7 @@ from hpjob.runtime.checkpoint.manifest import Manifest, Scalar, fingerprint
 from hpjob.runtime.checkpoint.notes import connect
 from hpjob.runtime.checkpoint.saver import SaveParts, Saver
 from hpjob.runtime.data.batches import BatchReader
+from hpjob.runtime.data.sample_log import SampleLog
 from hpjob.runtime.data.tokens import TokenDataset
 from hpjob.runtime.engine import Engine
 from hpjob.runtime.failures import FailureReporter
@@ -24,7 +26,7 @@ from hpjob.runtime.health.loss_watch import LossWatch, read_history
 from hpjob.runtime.health.start import StartChecks, usable_device, watch_peers
 from hpjob.runtime.hugging_face.load import load_weights
 from hpjob.runtime.loop import Training, TrainLoop
-from hpjob.runtime.mesh import build_mesh
+from hpjob.runtime.mesh import Mesh, build_mesh
 from hpjob.runtime.rank import Rank
 from hpjob.runtime.records import AttemptRecords
 from hpjob.runtime.rendezvous import PeerStore, join, meet
@@ -89,7 +91,7 @@ class Session:
             recipe=self._recipe,
             plan=self._plan,
             engine=engine,
-            batches=BatchReader(dataset, mesh.dp_rank, mesh.dp_size, device),
+            batches=BatchReader(dataset, mesh.dp_rank, mesh.dp_size, device, self._sample_log(mesh)),
             keeper=self._keeper(engine, identity, device, resumed.step if resumed else 0),
             stop=self._stop,
             records=self._records,
@@ -108,6 +110,11 @@ class Session:
         if losses.decides_updates:
             engine.accepts_update = losses.accepts
         return losses
+
+    def _sample_log(self, mesh: Mesh) -> SampleLog | None:
+        """One rank of each data-parallel position keeps it, if the recipe asks for it."""
+        first = all(mesh.coordinate(axis) == 0 for axis in (Axis.PP, Axis.SP, Axis.TP))
+        return SampleLog(self._rank.attempt, mesh.dp_rank) if first and self._recipe.data.log_samples else None
 
     def _keeper(
         self, engine: Engine, identity: dict[str, Scalar], device: torch.device, saved_step: int
