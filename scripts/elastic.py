@@ -32,6 +32,8 @@ REPOSITORY = Path(__file__).resolve().parent.parent
 PARITY = 1e-5
 """Relative difference of a loss in fp32 over different layouts."""
 PATIENCE_S = 900.0
+LOOK_EVERY_S = 5.0
+"""Between questions whether the run lives; its steps are looked at all the time."""
 
 
 class Failed(Exception):
@@ -48,18 +50,25 @@ def hpjob(*arguments: str, cwd: Path) -> str:
     return done.stdout + done.stderr
 
 
+def last_step(run: RunDir) -> int:
+    """Return the newest step that was trained."""
+    return max((line["step"] for line in read_json_lines(run.metrics)), default=0)
+
+
 def wait_until(run: RunDir, step: int | None, work: Path) -> None:
     """Wait for a step of the run, or for its end."""
-    deadline = time.monotonic() + PATIENCE_S
+    deadline, look = time.monotonic() + PATIENCE_S, 0.0
     while time.monotonic() < deadline:
-        if step is not None and any(line["step"] >= step for line in read_json_lines(run.metrics)):
+        if step is not None and last_step(run) >= step:
             return
-        state = json.loads(hpjob("status", run.name, "--json", cwd=work))["state"]
-        if state not in ("running", "waiting"):
-            if step is None:
-                return
-            raise Failed(f"{run.name} is {state} before step {step}\n{hpjob('logs', run.name, cwd=work)}")
-        time.sleep(1.0)
+        if time.monotonic() > look:
+            look = time.monotonic() + LOOK_EVERY_S
+            state = json.loads(hpjob("status", run.name, "--json", cwd=work))["state"]
+            if state not in ("running", "waiting"):
+                if step is None or last_step(run) >= step:
+                    return
+                raise Failed(f"{run.name} is {state} before step {step}\n{hpjob('logs', run.name, cwd=work)}")
+        time.sleep(0.1)
     raise Failed(f"{run.name} did not get to {'its end' if step is None else f'step {step}'} in {PATIENCE_S:.0f} s")
 
 
@@ -82,9 +91,9 @@ def submit(work: Path, name: str, nodes: int, options: argparse.Namespace) -> Ru
 def train_elastically(work: Path, nodes: list[int], options: argparse.Namespace) -> RunDir:
     """Train in as many parts as there are numbers of nodes."""
     run = submit(work, "elastic", nodes[0], options)
-    share = options.steps // len(nodes)
-    for part, count in enumerate(nodes[1:], start=1):
-        wait_until(run, part * share, work)
+    share = options.steps // (len(nodes) + 1)
+    for count in nodes[1:]:
+        wait_until(run, last_step(run) + share, work)
         hpjob("cancel", run.name, cwd=work)
         wait_until(run, None, work)
         print(hpjob("resume", run.name, "--nodes", str(count), "--yes", cwd=work).strip(), flush=True)
@@ -146,7 +155,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--nodes", default="4,2,4,1", help="numbers of virtual nodes, in order (default: %(default)s)")
     parser.add_argument("--ranks-per-node", type=int, default=2)
-    parser.add_argument("--steps", type=int, default=40)
+    parser.add_argument("--steps", type=int, default=60)
     options = parser.parse_args()
     nodes = [int(count) for count in options.nodes.split(",")]
     with tempfile.TemporaryDirectory(prefix="elastic-") as folder:

@@ -140,6 +140,19 @@ class CheckpointSettings(Persisted):
     asynchronous: bool = True
     """Copy the state to host memory and write it while training goes on."""
 
+    @model_validator(mode="after")
+    def _steps_fit(self) -> CheckpointSettings:
+        if self.keep_every_steps is not None and self.keep_every_steps % self.every_steps:
+            raise ValueError(
+                f"keep_every_steps {self.keep_every_steps} is no multiple of every_steps {self.every_steps}, "
+                "whose checkpoints it keeps"
+            )
+        if self.ephemeral_every_steps is not None and self.ephemeral_every_steps >= self.every_steps:
+            raise ValueError(
+                f"ephemeral_every_steps {self.ephemeral_every_steps} is not less than every_steps {self.every_steps}"
+            )
+        return self
+
 
 class LossWatchSettings(Persisted):
     """What to do about a loss that is no number, or far above the usual.

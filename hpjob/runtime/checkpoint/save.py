@@ -22,7 +22,6 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 
 import torch
-import torch.distributed as dist
 from torch.distributed.checkpoint.metadata import MetadataIndex
 from torch.distributed.checkpoint.storage import WriteResult
 
@@ -71,10 +70,14 @@ class SaveTask:
     """What a save needs to know.
 
     Attributes:
+        device: Where the tensors lie.
         urgent: Publish and no more: what is read back and deleted afterwards takes time that a job may not have.
         make_durable: Called on rank 0 before publishing, for records that must not be older than the checkpoint.
     """
 
+    rank: int
+    world_size: int
+    device: torch.device
     folder: CheckpointFolder
     position: Position
     kind: Kind
@@ -93,14 +96,11 @@ class BackgroundSave:
         shards: What this rank writes.
         tensors: Its tensors, which stay as they are until the save ends; or why there are none.
         notes: Exchange with the other ranks.
-        device: Of the tensors.
     """
 
-    def __init__(
-        self, task: SaveTask, shards: ShardPlan, tensors: Tensors | Exception, notes: SaveNotes, device: torch.device
-    ) -> None:
-        self._task, self._shards, self._tensors, self._notes, self._device = task, shards, tensors, notes, device
-        self._rank, self._world = dist.get_rank(), dist.get_world_size()
+    def __init__(self, task: SaveTask, shards: ShardPlan, tensors: Tensors | Exception, notes: SaveNotes) -> None:
+        self._task, self._shards, self._tensors, self._notes = task, shards, tensors, notes
+        self._rank, self._world = task.rank, task.world_size
         self._started = time.perf_counter()
         self._result: SaveResult | None = None
         self._own_files: list[CheckpointFile] = []
@@ -121,8 +121,8 @@ class BackgroundSave:
 
     def _run(self) -> None:
         try:
-            if self._device.type == "cuda":
-                torch.cuda.set_device(self._device)
+            if self._task.device.type == "cuda":
+                torch.cuda.set_device(self._task.device)
             self._result = self._lead() if self._rank == 0 else self._follow()
         except Exception as error:  # the store went away: the attempt is about to end
             log.warning("save of step %d: %s", self._task.position.step, error)

@@ -94,6 +94,9 @@ class Saver:
         if self._shards is None:
             self._shards = self._agree(state)
         task = SaveTask(
+            rank=dist.get_rank(),
+            world_size=dist.get_world_size(),
+            device=parts.device,
             folder=parts.folder,
             position=position,
             kind=kind,
@@ -106,7 +109,7 @@ class Saver:
         self._number += 1
         notes = SaveNotes(parts.store, self._number, parts.timeout_s)
         tensors = self._tensors(self._shards, state, staged=staged and not self.shortage_bytes)
-        self._save = BackgroundSave(task, self._shards, tensors, notes, parts.device)
+        self._save = BackgroundSave(task, self._shards, tensors, notes)
         self._save.start()
         return time.perf_counter() - began
 

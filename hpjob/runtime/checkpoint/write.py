@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import os
 from collections.abc import Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,6 +22,8 @@ from hpjob.runtime.checkpoint.manifest import CheckpointFile
 from hpjob.runtime.checkpoint.shards import ResolvedPlanner
 
 METADATA_NAME = ".metadata"
+_LARGE = 1 << 20
+"""Bytes that are worth a second thread."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -80,8 +83,8 @@ class _HashingFiles(FileSystem):
     @contextmanager
     def create_stream(self, path: str | os.PathLike[str], mode: str) -> Iterator[Any]:
         # Unbuffered: a buffer would only copy what comes in large pieces.
-        with Path(path).open(cast(Any, mode), buffering=0) as raw:
-            stream = _HashingStream(raw)
+        with Path(path).open(cast(Any, mode), buffering=0) as raw, ThreadPoolExecutor(1, "checksum") as hasher:
+            stream = _HashingStream(raw, hasher)
             yield stream
         self.files.append(
             CheckpointFile(name=Path(path).name, size_bytes=stream.size, sha256=stream.digest.hexdigest())
@@ -89,20 +92,28 @@ class _HashingFiles(FileSystem):
 
 
 class _HashingStream:
-    """The part of a binary stream that torch writes to."""
+    """The part of a binary stream that torch writes to; large pieces are hashed while they are written."""
 
-    def __init__(self, raw: Any) -> None:
+    def __init__(self, raw: Any, hasher: ThreadPoolExecutor) -> None:
         self._raw = raw
+        self._hasher = hasher
         self.digest = hashlib.sha256()
         self.size = 0
 
     def write(self, data: Any) -> int:
         """Write everything; a short write of the operating system is continued."""
         view = memoryview(data).cast("B")
-        rest = view
-        while rest.nbytes:
-            rest = rest[self._raw.write(rest) :]
-        self.digest.update(view)
+        hashed = self._hasher.submit(self.digest.update, view) if view.nbytes >= _LARGE else None
+        try:
+            rest = view
+            while rest.nbytes:
+                rest = rest[self._raw.write(rest) :]
+        finally:
+            # The memory is the caller's once this returns.
+            if hashed is not None:
+                hashed.result()
+        if hashed is None:
+            self.digest.update(view)
         self.size += view.nbytes
         return view.nbytes
 

@@ -141,6 +141,13 @@ class OneRank:
         return manifest.step
 
 
+def flip_byte(path: Path, position: int) -> None:
+    """Spoil one byte of a file."""
+    content = bytearray(path.read_bytes())
+    content[position] ^= 0x10
+    path.write_bytes(content)
+
+
 @pytest.fixture
 def one_rank() -> Iterator[None]:
     """A default process group of this process alone."""

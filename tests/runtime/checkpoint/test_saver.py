@@ -18,7 +18,7 @@ from hpjob.runtime.checkpoint import save as save_module
 from hpjob.runtime.checkpoint import saver as saver_module
 from hpjob.runtime.checkpoint import write as write_module
 from hpjob.runtime.checkpoint.listing import list_checkpoints
-from tests.runtime.checkpoint.conftest import OneRank
+from tests.runtime.checkpoint.conftest import OneRank, flip_byte
 
 pytestmark = pytest.mark.usefixtures("one_rank")
 WAIT_S = 60
@@ -150,12 +150,6 @@ def test_what_reads_back_differently_is_set_aside_and_the_old_one_stays(
     assert rank.names() == ["step-00000003"]
 
 
-def flip_byte(path: Path, position: int) -> None:
-    content = bytearray(path.read_bytes())
-    content[position] ^= 0x10
-    path.write_bytes(content)
-
-
 FILES = ["manifest.json", "SHA256SUMS", "data/.metadata", "data/__0_0.distcp"]
 
 
@@ -177,6 +171,18 @@ def test_a_flipped_byte_in_any_file_is_found(tmp_path: Path, name: str) -> None:
     flip_byte(folder / name, size // 2)
     assert rank.resume() == 1
     assert rank.damage[0].startswith("2: ")
+
+
+def test_a_checkpoint_of_an_earlier_version_has_no_sums_and_loads(tmp_path: Path) -> None:
+    rank = OneRank(tmp_path, every_steps=1, asynchronous=False)
+    rank.train(1)
+    folder = rank.folder.complete(1)
+    (folder / "SHA256SUMS").unlink()
+    with pytest.raises(FileNotFoundError):
+        rank.folder.read(1)
+    manifest = folder / "manifest.json"
+    manifest.write_text(manifest.read_text().replace('"version": 2', '"version": 1'))
+    assert rank.resume() == 1
 
 
 def test_sha256sum_checks_a_checkpoint(tmp_path: Path) -> None:
