@@ -235,12 +235,13 @@ def main() -> int:
     """Run and return the exit code."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--covering", action="store_true", help="only the first meshes of each model")
+    parser.add_argument("--model", choices=[model.name for model in MODELS], help="only this one")
     parser.add_argument("--broken", action="store_true", help="spoil one element of each checkpoint, to see it found")
     options = parser.parse_args()
     torch.set_num_threads(1)
     good = total = 0
     with tempfile.TemporaryDirectory(prefix="reshard-") as root:
-        for model in MODELS:
+        for model in (model for model in MODELS if options.model in (None, model.name)):
             meshes = model.meshes[: model.covering] if options.covering else model.meshes
             for words, difference in run_model(model, meshes, Path(root), broken=options.broken):
                 ok = difference <= TOLERANCE

@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import hashlib
 import os
-from collections.abc import Iterator, Mapping
+import sys
+from bisect import bisect_right
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, cast
 
+import numpy as np
 import torch
 from torch.distributed.checkpoint.filesystem import FileSystem, FileSystemWriter
 from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex
@@ -23,7 +26,7 @@ from hpjob.runtime.checkpoint.shards import ResolvedPlanner
 
 METADATA_NAME = ".metadata"
 _LARGE = 1 << 20
-"""Bytes that are worth a second thread."""
+"""Bytes that are not copied for the second thread."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -47,7 +50,7 @@ def write_shards(data: Path, plan: SavePlan, tensors: Mapping[MetadataIndex, tor
     Raises:
         OSError: No space, no quota, no permission, no folder.
     """
-    storage = _HashingFiles()
+    storage = _HashingFiles(tensors.values())
     writer = FileSystemWriter(data, single_file_per_rank=True, sync_files=True)
     writer.fs = storage
     try:
@@ -74,46 +77,51 @@ def write_metadata(data: Path, metadata: Metadata, results: list[list[WriteResul
 
 
 class _HashingFiles(FileSystem):
-    """Files whose checksums are those of what was meant to be written, not of what a disk made of it."""
+    """Files whose checksums are those of what was meant to be written, not of what a disk made of it.
 
-    def __init__(self) -> None:
+    Args:
+        tensors: Memory that stays as it is until the file is closed: it is hashed in a second thread, while the
+            operating system writes and syncs.
+    """
+
+    def __init__(self, tensors: Iterable[torch.Tensor] = ()) -> None:
         super().__init__()
         self.files: list[CheckpointFile] = []
+        self._stable = sorted((t.data_ptr(), t.data_ptr() + t.nbytes) for t in tensors if t.is_cpu and t.nbytes)
 
     @contextmanager
     def create_stream(self, path: str | os.PathLike[str], mode: str) -> Iterator[Any]:
         # Unbuffered: a buffer would only copy what comes in large pieces.
-        with Path(path).open(cast(Any, mode), buffering=0) as raw, ThreadPoolExecutor(1, "checksum") as hasher:
-            stream = _HashingStream(raw, hasher)
+        with ThreadPoolExecutor(1, "checksum") as hasher, Path(path).open(cast(Any, mode), buffering=0) as raw:
+            stream = _HashingStream(raw, hasher, self._is_stable)
             yield stream
         self.files.append(
             CheckpointFile(name=Path(path).name, size_bytes=stream.size, sha256=stream.digest.hexdigest())
         )
 
+    def _is_stable(self, view: memoryview) -> bool:
+        begin = np.frombuffer(view, dtype=np.uint8).ctypes.data
+        index = bisect_right(self._stable, (begin, sys.maxsize)) - 1
+        return index >= 0 and begin + view.nbytes <= self._stable[index][1]
+
 
 class _HashingStream:
-    """The part of a binary stream that torch writes to; large pieces are hashed while they are written."""
+    """The part of a binary stream that torch writes to."""
 
-    def __init__(self, raw: Any, hasher: ThreadPoolExecutor) -> None:
-        self._raw = raw
-        self._hasher = hasher
+    def __init__(self, raw: Any, hasher: ThreadPoolExecutor, is_stable: Callable[[memoryview], bool]) -> None:
+        self._raw, self._hasher, self._is_stable = raw, hasher, is_stable
         self.digest = hashlib.sha256()
         self.size = 0
 
     def write(self, data: Any) -> int:
         """Write everything; a short write of the operating system is continued."""
         view = memoryview(data).cast("B")
-        hashed = self._hasher.submit(self.digest.update, view) if view.nbytes >= _LARGE else None
-        try:
-            rest = view
-            while rest.nbytes:
-                rest = rest[self._raw.write(rest) :]
-        finally:
-            # The memory is the caller's once this returns.
-            if hashed is not None:
-                hashed.result()
-        if hashed is None:
-            self.digest.update(view)
+        # Other memory is the caller's again once this returns.
+        kept = view if view.nbytes >= _LARGE and self._is_stable(view) else bytes(view)
+        self._hasher.submit(self.digest.update, kept)
+        rest = view
+        while rest.nbytes:
+            rest = rest[self._raw.write(rest) :]
         self.size += view.nbytes
         return view.nbytes
 

@@ -57,7 +57,7 @@ def start(run: Run, nodes: int, fault: Fault | None = None) -> Attempt:
 
 def create(path: Path, recipe: Recipe) -> Run:
     run = Run.create(path, recipe)
-    run.dir.plan.write_text(make_plan(recipe, local_topology(4, 1)).model_dump_json())
+    run.dir.plan.write_text(make_plan(recipe, local_topology(4, 1), gpus_per_node=1).model_dump_json())
     return run
 
 
