@@ -49,6 +49,7 @@ class Session:
         self._recipe, self._plan = settings.recipe, settings.plan
         self._reporter = reporter
         self._watcher = watcher
+        self._request = stop
         self._stop = StopAgreement(stop)
         self._records = AttemptRecords(rank)
         self._checkpoints = CheckpointFolder(rank.run_dir)
@@ -129,11 +130,16 @@ class Session:
             device=device,
             ranks_on_node=self._rank.ranks_on_node,
             timeout_s=self._timeouts.setup_s,
-            make_durable=self._records.sync_metrics,
+            make_durable=self._before_publishing,
         )
         return CheckpointKeeper(
             Saver(parts), self._recipe.checkpoint, self._records, saved_step, self._reporter.note_checkpoint
         )
+
+    def _before_publishing(self) -> None:
+        """What must hold before a checkpoint gets its name; rank 0 asks in the thread of the save."""
+        self._request.refuse_if_superseded()
+        self._records.sync_metrics()
 
     def _verify_data(self, dataset: TokenDataset) -> None:
         """Compare small token files with their checksum; large ones only by size, which was done."""

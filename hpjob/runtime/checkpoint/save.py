@@ -72,7 +72,8 @@ class SaveTask:
     Attributes:
         device: Where the tensors lie.
         urgent: Publish and no more: what is read back and deleted afterwards takes time that a job may not have.
-        make_durable: Called on rank 0 before publishing, for records that must not be older than the checkpoint.
+        make_durable: Called on rank 0 before publishing, for records that must not be older than the checkpoint; may
+            refuse by raising.
     """
 
     rank: int
