@@ -33,6 +33,8 @@ REPOSITORY = Path(__file__).resolve().parent.parent
 PARITY = 1e-5
 """Relative difference of a loss in fp32 over different layouts."""
 PATIENCE_S = 900.0
+LEAST_STEPS = 3
+"""Of a part; it gets some more while it is cancelled."""
 LOOK_EVERY_S = 5.0
 """Between questions whether the run lives; its steps are looked at all the time."""
 
@@ -92,9 +94,8 @@ def submit(work: Path, name: str, nodes: int, options: argparse.Namespace) -> Ru
 def train_elastically(work: Path, nodes: list[int], options: argparse.Namespace) -> RunDir:
     """Train in as many parts as there are numbers of nodes."""
     run = submit(work, "elastic", nodes[0], options)
-    share = options.steps // (len(nodes) + 1)
     for count in nodes[1:]:
-        wait_until(run, last_step(run) + share, work)
+        wait_until(run, last_step(run) + LEAST_STEPS, work)
         hpjob("cancel", run.name, cwd=work)
         wait_until(run, None, work)
         print(hpjob("resume", run.name, "--nodes", str(count), "--yes", cwd=work).strip(), flush=True)
@@ -182,7 +183,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--nodes", default="4,2,4,1", help="numbers of virtual nodes, in order (default: %(default)s)")
     parser.add_argument("--ranks-per-node", type=int, default=2)
-    parser.add_argument("--steps", type=int, default=60)
+    parser.add_argument("--steps", type=int, default=120)
     options = parser.parse_args()
     nodes = [int(count) for count in options.nodes.split(",")]
     with tempfile.TemporaryDirectory(prefix="elastic-") as folder:
