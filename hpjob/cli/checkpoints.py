@@ -100,7 +100,7 @@ def as_lines(run: RunDir, entries: list[CheckpointEntry], *, verified: bool) -> 
 def _row(entry: CheckpointEntry) -> tuple[str, ...]:
     import time
 
-    from hpjob.report.timeline_text import duration
+    from hpjob.core.quantity import duration
 
     manifest = entry.manifest
     if manifest is None:
