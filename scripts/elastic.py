@@ -194,6 +194,8 @@ def main() -> int:
             for attempt in run.attempt_list():
                 step, plan = (read_json(attempt.outcome) or {}).get("step"), read_plan(attempt.plan)
                 print(f"attempt {attempt.index}: {plan.degrees.world_size} ranks, {plan.summary}; to step {step}")
+            if len(run.attempt_list()) != len(nodes):
+                raise Failed("the run was finished before its last part: give it more --steps")
             compare(run, train_alone(run))
         except Failed as error:
             print(f"elastic: {error}")
