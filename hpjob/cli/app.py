@@ -9,7 +9,21 @@ from typing import Any
 import typer
 
 import hpjob
-from hpjob.cli import cancel, data, export, logs, nodes, plan, recipes, rehearse, resume, status, submit, topology
+from hpjob.cli import (
+    cancel,
+    checkpoints,
+    data,
+    export,
+    logs,
+    nodes,
+    plan,
+    recipes,
+    rehearse,
+    resume,
+    status,
+    submit,
+    topology,
+)
 from hpjob.core.errors import ExitCode, HpjobError
 
 app = typer.Typer(
@@ -21,7 +35,21 @@ app = typer.Typer(
     context_settings={"help_option_names": ["-h", "--help"]},
 )
 
-for command in (plan, rehearse, recipes, submit, status, logs, cancel, resume, export, nodes, data, topology):
+for command in (
+    plan,
+    rehearse,
+    recipes,
+    submit,
+    status,
+    logs,
+    checkpoints,
+    cancel,
+    resume,
+    export,
+    nodes,
+    data,
+    topology,
+):
     command.register(app)
 
 # typer brings its own click or uses the installed one; this is that one's base of usage errors.

@@ -95,6 +95,8 @@ class DataSettings(Persisted):
     seed: int = 1234
     pack_documents: bool = False
     """Tokens see only their own document, and positions begin anew with each; False = a sample is one text."""
+    log_samples: bool = False
+    """Write the numbers of the samples of every step into the attempt's folder, a file a data-parallel rank."""
 
 
 class OptimizerSettings(Persisted):
@@ -125,12 +127,31 @@ class TrainingSettings(Persisted):
 
 
 class CheckpointSettings(Persisted):
-    """When to save; a save that a signal asks for comes on top."""
+    """When to save and what to keep; a save that a signal asks for comes on top and is ephemeral."""
 
     every_steps: PositiveInt = 100
+    """Steps between permanent checkpoints."""
     keep_last: PositiveInt = 2
+    """Permanent checkpoints that are kept, the newest ones."""
+    keep_every_steps: PositiveInt | None = None
+    """Permanent checkpoints of multiples of this are never deleted."""
     ephemeral_every_steps: PositiveInt | None = None
     """Steps between checkpoints that are kept only until the next one is complete; None = none."""
+    asynchronous: bool = True
+    """Copy the state to host memory and write it while training goes on."""
+
+    @model_validator(mode="after")
+    def _steps_fit(self) -> CheckpointSettings:
+        if self.keep_every_steps is not None and self.keep_every_steps % self.every_steps:
+            raise ValueError(
+                f"keep_every_steps {self.keep_every_steps} is no multiple of every_steps {self.every_steps}, "
+                "whose checkpoints it keeps"
+            )
+        if self.ephemeral_every_steps is not None and self.ephemeral_every_steps >= self.every_steps:
+            raise ValueError(
+                f"ephemeral_every_steps {self.ephemeral_every_steps} is not less than every_steps {self.every_steps}"
+            )
+        return self
 
 
 class LossWatchSettings(Persisted):

@@ -15,6 +15,7 @@ import torch.distributed as dist
 from hpjob.runtime.signals import StopRequest
 
 T = TypeVar("T")
+U = TypeVar("U")
 
 
 class AgreedError(Exception):
@@ -29,9 +30,14 @@ class StopAgreement:
 
     def check(self) -> int:
         """Return the largest stop code of all ranks; 0 = go on. A collective."""
-        code = torch.tensor([self._request.code()], dtype=torch.int64)
-        dist.all_reduce(code, op=dist.ReduceOp.MAX)
-        return int(code.item())
+        return self.check_with(False)[0]
+
+    def check_with(self, flag: bool) -> tuple[int, bool]:
+        """Return the largest stop code, and whether ``flag`` is set on any rank. One collective for both."""
+        both = torch.tensor([self._request.code(), int(flag)], dtype=torch.int64)
+        dist.all_reduce(both, op=dist.ReduceOp.MAX)
+        code, any_flag = both.tolist()
+        return int(code), bool(any_flag)
 
 
 def wait_for_all() -> None:
@@ -81,6 +87,36 @@ def on_rank_zero(work: Callable[[], T]) -> T:
     if failure is not None:
         raise AgreedError(failure)
     return cast(T, result)
+
+
+def scatter_from_rank_zero(work: Callable[[], T], distribute: Callable[[list[T]], list[U]]) -> U:
+    """Run ``work`` on every rank, make one part a rank of all results on rank 0, and return each rank its part.
+
+    Raises:
+        AgreedError: Either raised on some rank.
+    """
+    try:
+        mine: tuple[T | None, str | None] = (work(), None)
+    except Exception as error:
+        mine = (None, _describe(error))
+    world = dist.get_world_size()
+    gathered: list[tuple[T | None, str | None] | None] = [None] * world
+    dist.gather_object(mine, gathered if dist.get_rank() == 0 else None, dst=0)
+    parts: list[tuple[U | None, str | None]] = []
+    if dist.get_rank() == 0:
+        results = cast(list[tuple[T, str | None]], gathered)
+        failed = next((text for _, text in results if text is not None), None)
+        try:
+            parts = [(part, None) for part in distribute([result for result, _ in results])] if not failed else []
+        except Exception as error:
+            failed = _describe(error)
+        parts = [(None, failed)] * world if failed else parts
+    box: list[tuple[U | None, str | None] | None] = [None]
+    dist.scatter_object_list(box, parts if dist.get_rank() == 0 else None, src=0)
+    part, failure = cast(tuple[U | None, str | None], box[0])
+    if failure is not None:
+        raise AgreedError(failure)
+    return cast(U, part)
 
 
 def _describe(error: Exception) -> str:

@@ -80,6 +80,10 @@ class FailureReporter:
         self.checkpoint_step = 0
         self.notify: Callable[[str], None] | None = None
 
+    def note_checkpoint(self, step: int) -> None:
+        """Take note of a complete checkpoint."""
+        self.checkpoint_step = step
+
     def leave(self, error: BaseException) -> NoReturn:
         """Report an exception of the main thread and end the process."""
         text = "".join(traceback.format_exception(error))

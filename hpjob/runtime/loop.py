@@ -12,10 +12,10 @@ from hpjob.core.errors import EnvironmentProblemError
 from hpjob.core.run_records import Outcome
 from hpjob.plan.model import Plan
 from hpjob.recipe.model import Recipe
-from hpjob.runtime.agreement import AgreedError, StopAgreement, on_rank_zero
-from hpjob.runtime.checkpoint.folder import CheckpointFolder
-from hpjob.runtime.checkpoint.manifest import Manifest, Scalar
-from hpjob.runtime.checkpoint.save import Position, SaveResult, save_checkpoint
+from hpjob.runtime.agreement import StopAgreement
+from hpjob.runtime.checkpoint.keeper import CheckpointKeeper
+from hpjob.runtime.checkpoint.manifest import Manifest
+from hpjob.runtime.checkpoint.save import Position
 from hpjob.runtime.data.batches import BatchReader
 from hpjob.runtime.engine import Batch, StepResult
 from hpjob.runtime.failures import FailureReporter
@@ -49,8 +49,7 @@ class Training:
     plan: Plan
     engine: TrainEngine
     batches: BatchReader
-    checkpoints: CheckpointFolder
-    fingerprint: dict[str, Scalar]
+    keeper: CheckpointKeeper
     stop: StopAgreement
     records: AttemptRecords
     reporter: FailureReporter
@@ -70,9 +69,7 @@ class TrainLoop:
         self._t = training
         self._step = resumed.step if resumed else 0
         self._lr = resumed.lr if resumed else 0.0
-        self._saved = self._step
         self._first_step = self._step + 1
-        self._save_error: str | None = None
 
     def run(self) -> Outcome:
         """Train; return how it ended, after writing it down.
@@ -80,14 +77,18 @@ class TrainLoop:
         Raises:
             EnvironmentProblemError: The checkpoint of the last step could not be written.
         """
-        settings = self._t.recipe
+        keeper, total = self._t.keeper, self._t.recipe.training.steps
         while True:
-            code = self._t.stop.check()
-            done = self._step >= settings.training.steps
-            if self._step > self._saved and (done or code or self._step % settings.checkpoint.every_steps == 0):
-                saved = self._save()
-                # A request that came during the save needs no second one.
-                code = self._t.stop.check() if saved and not code else code
+            code, saving = self._t.stop.check_with(keeper.running)
+            if not saving:
+                keeper.collect()
+            done = self._step >= total
+            leaving = done or bool(code)
+            if keeper.is_unsaved(self._step) if leaving else keeper.is_due(self._step):
+                self._save(leaving=leaving, last=done)
+                if not code and not keeper.is_unsaved(self._step):
+                    # A request that came while training waited for this save needs no second one.
+                    code = self._t.stop.check()
             if done:
                 return self._finish()
             if code:
@@ -145,81 +146,39 @@ class TrainLoop:
                 *(self._step, total, result.loss, result.grad_norm, result.lr, tokens_per_s, duration),
             )
 
-    def _save(self) -> bool:
-        """Save the current step on all ranks; tell whether a complete checkpoint came of it."""
-        set_timeout(self._t.timeouts.setup_s)
-        with self._t.reporter.progress.during("save"):
-            saved = self._write_checkpoint()
-        set_timeout(self._t.timeouts.step_s)
-        return saved
-
-    def _write_checkpoint(self) -> bool:
-        t = self._t
+    def _save(self, *, leaving: bool, last: bool) -> None:
+        """Save the current step on all ranks, in the background unless training ends here."""
         position = Position(
             step=self._step,
-            num_samples=self._step * t.recipe.training.global_batch_size,
+            num_samples=self._step * self._t.recipe.training.global_batch_size,
             lr=self._lr,
-            attempt=t.reporter.rank.attempt.index,
+            attempt=self._t.reporter.rank.attempt.index,
         )
-        started = time.perf_counter()
-        try:
-            on_rank_zero(t.records.sync_metrics)
-        except AgreedError as error:
-            result = SaveResult(step=self._step, error=str(error), duration_s=time.perf_counter() - started)
-        else:
-            result = save_checkpoint(t.checkpoints, t.engine, position, t.plan, t.fingerprint)
-        self._save_error = result.error
-        if result.manifest is None:
-            self._report_failed_save(result)
-            return False
-        self._saved = t.reporter.checkpoint_step = self._step
-        t.records.event(
-            "checkpoint-saved", step=self._step, duration_s=result.duration_s, size_bytes=result.manifest.size_bytes
-        )
-        log.info("checkpoint of step %d saved in %.2f s", self._step, result.duration_s)
-        self._delete_old(result.manifest)
-        return True
-
-    def _report_failed_save(self, result: SaveResult) -> None:
-        self._t.records.event(
-            "checkpoint-failed",
-            step=result.step,
-            duration_s=result.duration_s,
-            reason=result.error,
-            newest_checkpoint=self._saved,
-        )
-        log.warning(
-            "checkpoint of step %d could not be saved: %s; %s", result.step, result.error, self._newest_in_words()
-        )
-
-    def _delete_old(self, newest: Manifest) -> None:
-        keep = self._t.recipe.checkpoint.keep_last
-        try:
-            on_rank_zero(lambda: self._t.checkpoints.keep_newest(keep, newest))
-        except AgreedError as error:
-            self._t.records.event("cleanup-failed", step=newest.step, reason=str(error))
-            log.warning("old checkpoints could not be deleted: %s", error)
-
-    def _newest_in_words(self) -> str:
-        return f"the newest checkpoint is step {self._saved}" if self._saved else "there is no checkpoint yet"
+        set_timeout(self._t.timeouts.setup_s)
+        with self._t.reporter.progress.during("save"):
+            if leaving:
+                self._t.keeper.save_now(position, last=last)
+            else:
+                self._t.keeper.save(position)
+        set_timeout(self._t.timeouts.step_s)
 
     def _finish(self) -> Outcome:
-        if self._step > self._saved:
+        keeper = self._t.keeper
+        if keeper.is_unsaved(self._step):
             raise EnvironmentProblemError(
-                f"the checkpoint of the last step could not be saved: {self._save_error}; {self._newest_in_words()}",
+                f"the checkpoint of the last step could not be saved: {keeper.error}; {keeper.newest_in_words}",
                 hint="make room or correct the permissions of the run folder, then `hpjob resume` the run",
             )
         self._t.records.finished(self._step)
         return self._end(Outcome(kind="finished", step=self._step, reason="all steps done", time=time.time()))
 
     def _leave(self, code: int) -> Outcome:
+        keeper = self._t.keeper
         reason = describe(code)
-        if self._step > self._saved:
-            reason += (
-                f"; the checkpoint of step {self._step} could not be saved ({self._save_error}); "
-                + self._newest_in_words()
-            )
-        outcome = self._end(Outcome(kind="preempted", step=self._saved, reason=reason, time=time.time()))
+        if keeper.is_unsaved(self._step):
+            reason += f"; the checkpoint of step {self._step} could not be saved ({keeper.error}); "
+            reason += keeper.newest_in_words
+        outcome = self._end(Outcome(kind="preempted", step=keeper.saved_step, reason=reason, time=time.time()))
         self._t.records.remove_stop_file()
         return outcome
 

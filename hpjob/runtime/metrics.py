@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import logging
 import os
+import threading
 from pathlib import Path
 
 from hpjob.core.durable import sync_folder
@@ -28,11 +29,13 @@ class MetricsLog:
         self._descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
         sync_folder(path.parent)
         self._pending = b""
+        self._lock = threading.Lock()
 
     def append(self, line: dict[str, object]) -> None:
         """Add one line; floats keep all their digits."""
-        had_pending = bool(self._pending)
-        self._pending += (json.dumps(line) + "\n").encode()
+        with self._lock:
+            had_pending = bool(self._pending)
+            self._pending += (json.dumps(line) + "\n").encode()
         try:
             self._write()
         except OSError as error:
@@ -41,6 +44,8 @@ class MetricsLog:
 
     def sync(self) -> None:
         """Make all lines durable; a checkpoint of their step may be committed only then.
+
+        Saves call this in their own thread; lines can be appended meanwhile.
 
         Raises:
             OSError: They cannot be written.
@@ -57,9 +62,10 @@ class MetricsLog:
 
     def _write(self) -> None:
         # A short write before an error leaves the rest of its line pending, which follows later.
-        while self._pending:
-            count = os.write(self._descriptor, self._pending)
-            self._pending = self._pending[count:]
+        with self._lock:
+            while self._pending:
+                count = os.write(self._descriptor, self._pending)
+                self._pending = self._pending[count:]
 
 
 def drop_steps_after(path: Path, last_step: int) -> int:

@@ -47,7 +47,7 @@ class AttemptRecords:
             self._metrics.append(line)
 
     def sync_metrics(self) -> None:
-        """Make the lines so far durable.
+        """Make the lines so far durable; any thread may call this.
 
         Raises:
             OSError: They cannot be written.

@@ -9,11 +9,16 @@ from pathlib import Path
 import torch
 
 from hpjob.core.run_records import Outcome
+from hpjob.plan.model import Axis
 from hpjob.runtime.agreement import StopAgreement, on_rank_zero, wait_for_all
 from hpjob.runtime.checkpoint.folder import CheckpointFolder
+from hpjob.runtime.checkpoint.keeper import CheckpointKeeper
 from hpjob.runtime.checkpoint.load import find_checkpoint, load_checkpoint
 from hpjob.runtime.checkpoint.manifest import Manifest, Scalar, fingerprint
+from hpjob.runtime.checkpoint.notes import connect
+from hpjob.runtime.checkpoint.saver import SaveParts, Saver
 from hpjob.runtime.data.batches import BatchReader
+from hpjob.runtime.data.sample_log import SampleLog
 from hpjob.runtime.data.tokens import TokenDataset
 from hpjob.runtime.engine import Engine
 from hpjob.runtime.failures import FailureReporter
@@ -21,7 +26,7 @@ from hpjob.runtime.health.loss_watch import LossWatch, read_history
 from hpjob.runtime.health.start import StartChecks, usable_device, watch_peers
 from hpjob.runtime.hugging_face.load import load_weights
 from hpjob.runtime.loop import Training, TrainLoop
-from hpjob.runtime.mesh import build_mesh
+from hpjob.runtime.mesh import Mesh, build_mesh
 from hpjob.runtime.rank import Rank
 from hpjob.runtime.records import AttemptRecords
 from hpjob.runtime.rendezvous import PeerStore, join, meet
@@ -44,6 +49,7 @@ class Session:
         self._recipe, self._plan = settings.recipe, settings.plan
         self._reporter = reporter
         self._watcher = watcher
+        self._request = stop
         self._stop = StopAgreement(stop)
         self._records = AttemptRecords(rank)
         self._checkpoints = CheckpointFolder(rank.run_dir)
@@ -86,9 +92,8 @@ class Session:
             recipe=self._recipe,
             plan=self._plan,
             engine=engine,
-            batches=BatchReader(dataset, mesh.dp_rank, mesh.dp_size, device),
-            checkpoints=self._checkpoints,
-            fingerprint=identity,
+            batches=BatchReader(dataset, mesh.dp_rank, mesh.dp_size, device, self._sample_log(mesh)),
+            keeper=self._keeper(engine, identity, device, resumed.step if resumed else 0),
             stop=self._stop,
             records=self._records,
             reporter=self._reporter,
@@ -106,6 +111,35 @@ class Session:
         if losses.decides_updates:
             engine.accepts_update = losses.accepts
         return losses
+
+    def _sample_log(self, mesh: Mesh) -> SampleLog | None:
+        """One rank of each data-parallel position keeps it, if the recipe asks for it."""
+        first = all(mesh.coordinate(axis) == 0 for axis in (Axis.PP, Axis.SP, Axis.TP))
+        return SampleLog(self._rank.attempt, mesh.dp_rank) if first and self._recipe.data.log_samples else None
+
+    def _keeper(
+        self, engine: Engine, identity: dict[str, Scalar], device: torch.device, saved_step: int
+    ) -> CheckpointKeeper:
+        parts = SaveParts(
+            folder=self._checkpoints,
+            engine=engine,
+            plan=self._plan,
+            fingerprint=identity,
+            settings=self._recipe.checkpoint,
+            store=connect(self._rank.attempt),
+            device=device,
+            ranks_on_node=self._rank.ranks_on_node,
+            timeout_s=self._timeouts.setup_s,
+            make_durable=self._before_publishing,
+        )
+        return CheckpointKeeper(
+            Saver(parts), self._recipe.checkpoint, self._records, saved_step, self._reporter.note_checkpoint
+        )
+
+    def _before_publishing(self) -> None:
+        """What must hold before a checkpoint gets its name; rank 0 asks in the thread of the save."""
+        self._request.refuse_if_superseded()
+        self._records.sync_metrics()
 
     def _verify_data(self, dataset: TokenDataset) -> None:
         """Compare small token files with their checksum; large ones only by size, which was done."""

@@ -53,14 +53,22 @@ class StopRequest:
         now = time.monotonic()
         if self.stop_file is not None and now >= self._next_poll_s:
             self._next_poll_s = now + _POLL_INTERVAL_S
-            if self.next_attempt is not None and self.next_attempt.exists():
-                raise SupersededError(
-                    f"attempt {self.next_attempt.name} trains this run now",
-                    hint="nothing is to be done: this node was cut off, and Slurm started the run elsewhere",
-                )
+            self.refuse_if_superseded()
             if not self._code and self.stop_file.exists():
                 self._code = STOP_FILE_CODE
         return self._code
+
+    def refuse_if_superseded(self) -> None:
+        """Look whether this process may still write into the run's folder.
+
+        Raises:
+            SupersededError: It may not.
+        """
+        if self.next_attempt is not None and self.next_attempt.exists():
+            raise SupersededError(
+                f"attempt {self.next_attempt.name} trains this run now",
+                hint="nothing is to be done: this node was cut off, and Slurm started the run elsewhere",
+            )
 
     def _note(self, number: int, frame: FrameType | None) -> None:
         # A forked child (a data loader's worker) inherits the handler; the request is not for it.

@@ -142,24 +142,27 @@ def _plan_on(run: RunDir, topology: Topology) -> tuple[Plan, Topology]:
 
 
 def _new_plan(run: RunDir, old: Plan, topology: Topology) -> Plan:
+    """Plan for another number of nodes at the same global batch and data order; what that costs is in its warnings."""
     from hpjob.plan.legality import unsupported_by_runtime  # noqa: PLC0415
-    from hpjob.plan.planner import make_plan  # noqa: PLC0415
+    from hpjob.plan.replan import replan  # noqa: PLC0415
     from hpjob.recipe.load import load_recipe  # noqa: PLC0415
 
     count = len(topology.nodes)
     try:
-        plan = make_plan(load_recipe(str(run.recipe), []), topology, gpus_per_node=old.gpus_per_node)
+        found = replan(load_recipe(str(run.recipe), []), topology, previous=old, gpus_per_node=old.gpus_per_node)
     except HpjobError as error:
         raise NothingFitsError(
             f"the plan is for {old.num_nodes} nodes, Slurm gave {count}, and no plan fits these: {error.message}",
             hint=f"start it on {old.num_nodes} nodes, or `hpjob resume {run.path} --nodes N`",
         ) from None
-    if problems := unsupported_by_runtime(plan):
+    if problems := unsupported_by_runtime(found.plan):
         raise NothingFitsError(
             f"no plan for {count} nodes can be run: {'; '.join(problems)}", hint=f"start it on {old.num_nodes} nodes"
         )
-    logger.info("Slurm gave %d nodes, the plan was for %d: now %s", count, old.num_nodes, plan.summary)
-    return plan
+    logger.info("Slurm gave %d nodes, the plan was for %d: now %s", count, old.num_nodes, found.plan.summary)
+    for note in found.notes:
+        logger.warning("%s", note)
+    return found.plan.model_copy(update={"warnings": (*found.plan.warnings, *found.notes)})
 
 
 def read_plan(path: Path) -> Plan:

@@ -11,7 +11,7 @@ from hpjob.core.run_records import read_json
 from hpjob.core.schema import parse
 from hpjob.plan.legality import unsupported_by_runtime
 from hpjob.plan.model import Plan
-from hpjob.plan.planner import make_plan
+from hpjob.plan.replan import replan
 from hpjob.recipe.data_files import check_token_files
 from hpjob.recipe.load import load_recipe
 from hpjob.recipe.model import Recipe
@@ -59,8 +59,8 @@ def prepare_resume(run: RunDir, *, nodes: int | None, executor: str) -> Resumpti
     wanted = nodes or plan.num_nodes
     if wanted != plan.num_nodes or (chosen == "local") != (topology.source == "local"):
         topology = _topology(wanted, recipe, plan, chosen)
-        old, plan = plan, _new_plan(recipe, topology, plan)
-        changes = _differences(old, plan)
+        old, (plan, released) = plan, _new_plan(recipe, topology, plan)
+        changes = [*_differences(old, plan), *released]
         spec = job_spec(run, recipe, topology, plan, executor=chosen, options=spec.extra_options)
     spec = _with_measured_lead(run, spec, plan)
     if spec.segment and not sbatch_takes(f"--segment={spec.segment}"):
@@ -99,14 +99,15 @@ def _topology(nodes: int, recipe: Recipe, plan: Plan, executor: ExecutorName) ->
     return local_topology(nodes, plan.gpus_per_node)
 
 
-def _new_plan(recipe: Recipe, topology: Topology, old: Plan) -> Plan:
-    plan = make_plan(recipe, topology, gpus_per_node=old.gpus_per_node)
-    if problems := unsupported_by_runtime(plan):
+def _new_plan(recipe: Recipe, topology: Topology, old: Plan) -> tuple[Plan, tuple[str, ...]]:
+    """Plan for other nodes; return one sentence for each value of the recipe that had to be given up, too."""
+    found = replan(recipe, topology, previous=old, gpus_per_node=old.gpus_per_node)
+    if problems := unsupported_by_runtime(found.plan):
         raise UserInputError(
             "\n".join(f"the runtime cannot run the new plan: {problem}" for problem in problems),
             hint=f"resume on {old.num_nodes} nodes, as before",
         )
-    return plan
+    return found.plan, found.notes
 
 
 def _differences(old: Plan, new: Plan) -> list[str]:

@@ -282,5 +282,8 @@ def test_resume_on_another_number_of_nodes_says_what_differs(cli: Cli, run: RunD
     assert "#SBATCH --nodes=1\n" in fake_slurm.submitted
     assert json.loads((run.path.parent / "free" / "plan.json").read_text(encoding="utf-8"))["num_nodes"] == 1
     fixed = cli("resume", run.name, "--nodes", "1")
-    assert fixed.code == 2 and "no legal layout for 4 ranks" in fixed.err
-    assert json.loads(run.plan.read_text(encoding="utf-8"))["num_nodes"] == 2
+    assert fixed.code == 0 and "num_microbatches" in fixed.err
+    plan = json.loads(run.plan.read_text(encoding="utf-8"))
+    assert (plan["num_nodes"], plan["global_batch_size"]) == (1, 16)
+    recipe = run.recipe.read_text(encoding="utf-8")
+    assert "num_microbatches: 2" in recipe and "microbatch_size: 4" in recipe

@@ -16,6 +16,7 @@ from hpjob.core.run_dir import AttemptDir, RunDir
 from hpjob.core.run_records import first_failure, read_failures, read_json, write_json
 from hpjob.slurm import rescue
 from hpjob.slurm.attempt import main
+from hpjob.slurm.attempt_begin import read_plan
 from hpjob.slurm.lead import measured_step_s, signal_lead_s
 from hpjob.slurm.master_address import master_address
 from hpjob.topology.slurm import cluster_topology
@@ -105,12 +106,29 @@ def test_begin_while_another_job_runs(
     assert main(["begin", "--run-dir", str(run.path)]) == 0
 
 
-def test_begin_with_nodes_that_no_plan_fits(
+def test_begin_with_other_nodes_never_changes_the_batch(
     run: RunDir, fake_slurm: FakeSlurm, caplog: pytest.LogCaptureFixture
 ) -> None:
+    recipe = run.recipe.read_text(encoding="utf-8")
+    run.recipe.write_text(recipe.replace("global_batch_size: 16", "global_batch_size: 32"), encoding="utf-8")
     fake_slurm.answer("scontrol show hostnames", "n1\n")
     assert main(["begin", "--run-dir", str(run.path)]) == 4
-    assert "the plan is for 2 nodes, Slurm gave 1" in caplog.text and not run.attempt_list()
+    assert "the plan is for 2 nodes, Slurm gave 1" in caplog.text and "order of its data" in caplog.text
+    assert not run.attempt_list()
+
+
+def test_begin_with_other_nodes_plans_anew_and_says_which_fixed_values_went(
+    run: RunDir, fake_slurm: FakeSlurm, capsys: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture
+) -> None:
+    before = read_plan(run.plan)
+    fake_slurm.answer("scontrol show hostnames", "n1\n")
+    attempt = begin(run, capsys)
+    plan = read_plan(attempt.plan)
+    assert (plan.num_nodes, plan.degrees.world_size) == (1, 4)
+    assert plan.global_batch_size == before.global_batch_size == 16
+    released = [warning for warning in plan.warnings if "num_microbatches" in warning or "microbatch_size" in warning]
+    assert released and released[0] in caplog.text
+    assert read_plan(run.plan) == before
 
 
 def test_begin_obeys_a_stop_file_once_and_forgets_an_older_cancel(

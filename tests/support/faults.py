@@ -125,22 +125,24 @@ def _before_step(action: Callable[[], None], wanted_rank: int, wanted_step: int,
 
 
 def _fail_save(wanted_step: int, wanted_rank: int, rank: int) -> None:
-    from hpjob.runtime import loop
+    from hpjob.runtime.checkpoint import save as save_module
 
-    original = loop.save_checkpoint
+    original = save_module.write_shards
+    if rank != wanted_rank:
+        return
 
-    def save_checkpoint(folder: Any, engine: Any, position: Any, *rest: Any) -> Any:
-        if (rank, position.step) != (wanted_rank, wanted_step):
-            return original(folder, engine, position, *rest)
+    def write_shards(data: Path, *rest: Any) -> Any:
+        if f"step-{wanted_step:08d}.partial" not in str(data):
+            return original(data, *rest)
         soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
-        signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
         resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, hard))
         try:
-            return original(folder, engine, position, *rest)
+            return original(data, *rest)
         finally:
             resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
 
-    loop.save_checkpoint = save_checkpoint
+    signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    save_module.write_shards = write_shards
 
 
 def _kill_in_save(moment: str, wanted_rank: int, wanted_step: int, rank: int) -> None:
@@ -171,7 +173,7 @@ def _kill_in_save(moment: str, wanted_rank: int, wanted_step: int, rank: int) ->
     sync, rmtree = (folder_module, "sync_folder"), (folder_module.shutil, "rmtree")
     moments: dict[str, Callable[[], None]] = {
         "half written": lambda: _kill_when_shard_is_half_written(save_module, name),
-        "written": lambda: killing(save_module, "describe_file", in_partial),
+        "written": lambda: killing(save_module, "write_shards", in_partial, after=True),
         "manifest written": lambda: killing(*sync, in_partial),
         "before rename": lambda: killing(*sync, lambda path: path.name == f"{name}.partial", after=True),
         "after rename": lambda: killing(*sync, lambda path: (path / name).exists()),
@@ -181,11 +183,12 @@ def _kill_in_save(moment: str, wanted_rank: int, wanted_step: int, rank: int) ->
 
 
 def _kill_when_shard_is_half_written(save_module: Any, name: str) -> None:
-    class HalfWriter(save_module._Writer):  # type: ignore[misc, name-defined]
-        def write_data(self, plan: Any, planner: Any) -> Any:
-            if name in str(self.path):
-                Path(self.path, f"__{os.environ['HPJOB_RANK']}_0.distcp").write_bytes(b"\0" * 1000)
-                kill_self()
-            return super().write_data(plan, planner)
+    original = save_module.write_shards
 
-    save_module._Writer = HalfWriter
+    def write_shards(data: Path, *rest: Any) -> Any:
+        if name in str(data):
+            Path(data, f"__{os.environ['HPJOB_RANK']}_0.distcp").write_bytes(b"\0" * 1000)
+            kill_self()
+        return original(data, *rest)
+
+    save_module.write_shards = write_shards

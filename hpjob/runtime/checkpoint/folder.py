@@ -1,11 +1,11 @@
-"""The ``checkpoints`` folder of a run: names, the commit by one rename, retention. Rank 0's work.
+"""The ``checkpoints`` folder of a run: names, the commit by one rename, deletion. Rank 0's work.
 
 ::
 
-    step-00000100/{data/,manifest.json}   complete
-    step-00000200.partial/                being written; a leftover of a crash otherwise
-    step-00000050.trash/                  being deleted
-    step-00000300.damaged/                failed its checks; kept until a newer one is complete
+    step-00000100/{data/,manifest.json,SHA256SUMS}   complete
+    step-00000200.partial/                           being written; a leftover of a crash otherwise
+    step-00000050.trash/                             being deleted
+    step-00000300.damaged/                           failed its checks; kept until a newer one is complete
 """
 
 from __future__ import annotations
@@ -17,7 +17,17 @@ from pathlib import Path
 
 from hpjob.core.durable import sync_folder
 from hpjob.core.run_dir import RunDir
-from hpjob.runtime.checkpoint.manifest import DATA_NAME, MANIFEST_NAME, Manifest
+from hpjob.runtime.checkpoint.manifest import (
+    DATA_NAME,
+    MANIFEST_NAME,
+    SUMS_NAME,
+    Kind,
+    Manifest,
+    manifest_text,
+    read_manifest,
+    sums_text,
+)
+from hpjob.runtime.checkpoint.retention import Retention
 
 _COMPLETE = re.compile(r"step-(\d{8,})")
 _DAMAGED = re.compile(r"step-(\d{8,})\.damaged")
@@ -60,21 +70,33 @@ class CheckpointFolder:
         """Delete the partial folder of a save that failed."""
         shutil.rmtree(self.partial(step), ignore_errors=True)
 
-    def free_mib(self) -> int:
-        """Return the free space of the file system, rounded down."""
-        return shutil.disk_usage(self._run_dir.path).free >> 20
+    def free_mib(self) -> int | None:
+        """Return the free space of the file system, rounded down; None when the folder is lost."""
+        try:
+            return shutil.disk_usage(self._run_dir.path).free >> 20
+        except OSError:
+            return None
 
     def commit(self, manifest: Manifest) -> None:
-        """Make a written checkpoint durable and give it its name with one rename."""
+        """Make a written checkpoint durable and give it its name with one rename.
+
+        Raises:
+            OSError: It has no name then, or lost it again.
+        """
         partial = self.partial(manifest.step)
-        with (partial / MANIFEST_NAME).open("w", encoding="utf-8") as stream:
-            stream.write(manifest.model_dump_json(indent=2) + "\n")
-            stream.flush()
-            os.fsync(stream.fileno())
+        content = manifest_text(manifest)
+        _write_durably(partial / MANIFEST_NAME, content)
+        _write_durably(partial / SUMS_NAME, sums_text(content.encode(), manifest))
         sync_folder(partial / DATA_NAME)
         sync_folder(partial)
-        partial.rename(self.complete(manifest.step))
-        sync_folder(self.path)
+        complete = self.complete(manifest.step)
+        partial.rename(complete)
+        try:
+            sync_folder(self.path)
+        except OSError:
+            # Nobody can say whether the name would survive a crash: better none than one that may go.
+            complete.rename(partial)
+            raise
 
     def read(self, step: int) -> Manifest:
         """Read the manifest of a complete checkpoint.
@@ -83,22 +105,24 @@ class CheckpointFolder:
             OSError: It cannot be read.
             ValueError: It holds something else.
         """
-        manifest = Manifest.model_validate_json((self.complete(step) / MANIFEST_NAME).read_bytes())
-        if manifest.step != step:
-            raise ValueError(f"the manifest says step {manifest.step}")
-        return manifest
+        return read_manifest(self.complete(step), step)
 
-    def keep_newest(self, count: int, newest: Manifest) -> list[int]:
-        """Delete old checkpoints once the newest is seen to be complete; return their steps."""
-        data = self.complete(newest.step) / DATA_NAME
-        for file in newest.files:
-            if (data / file.name).stat().st_size != file.size_bytes:
-                raise OSError(f"{data / file.name} is not as it was written; older checkpoints are kept")
-        old = [step for step in self.steps() if step <= newest.step][count:]
+    def delete_superfluous(self, retention: Retention, verified: int) -> list[int]:
+        """Delete old checkpoints; return their steps.
+
+        Args:
+            retention: What stays.
+            verified: Step of a newer one that was read back.
+
+        Raises:
+            OSError: One cannot be deleted; those after it stay too.
+        """
+        kinds = {step: kind for step in self.steps() if (kind := self._kind(step)) is not None}
+        old = retention.superfluous(kinds, verified)
         for step in old:
             self._delete(self.complete(step), self._with_suffix(step, ".trash"))
         for step in self._matching(_DAMAGED):
-            if step <= newest.step:
+            if step <= verified:
                 self._delete(self._with_suffix(step, ".damaged"), self._with_suffix(step, ".trash"))
         return old
 
@@ -109,10 +133,18 @@ class CheckpointFolder:
         self.complete(step).rename(target)
         sync_folder(self.path)
 
+    def _kind(self, step: int) -> Kind | None:
+        """Return the kind of a checkpoint; None when its manifest is damaged, which a resume looks into."""
+        try:
+            return self.read(step).kind
+        except (OSError, ValueError):
+            return None
+
     def _delete(self, path: Path, trash: Path) -> None:
         # The rename makes it vanish at once; a crash while deleting leaves no half checkpoint.
         shutil.rmtree(trash, ignore_errors=True)
         path.rename(trash)
+        sync_folder(self.path)
         shutil.rmtree(trash)
 
     def _with_suffix(self, step: int, suffix: str) -> Path:
@@ -123,3 +155,10 @@ class CheckpointFolder:
         if not self.path.is_dir():
             return []
         return [int(match[1]) for path in self.path.iterdir() if (match := pattern.fullmatch(path.name))]
+
+
+def _write_durably(path: Path, text: str) -> None:
+    with path.open("w", encoding="utf-8") as stream:
+        stream.write(text)
+        stream.flush()
+        os.fsync(stream.fileno())

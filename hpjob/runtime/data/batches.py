@@ -7,6 +7,7 @@ import numpy.typing as npt
 import torch
 
 from hpjob.runtime.data.documents import document_ids, document_positions
+from hpjob.runtime.data.sample_log import SampleLog
 from hpjob.runtime.data.tokens import TokenDataset
 from hpjob.runtime.engine import Batch
 from hpjob.runtime.parallel.vocabulary import IGNORED_LABEL
@@ -23,9 +24,13 @@ class BatchReader:
         dp_rank: Position on the data-parallel axis.
         dp_size: Its size; divides the global batch.
         device: Where the tensors go.
+        log: Where the numbers of the samples are written.
     """
 
-    def __init__(self, dataset: TokenDataset, dp_rank: int, dp_size: int, device: torch.device) -> None:
+    def __init__(
+        self, dataset: TokenDataset, dp_rank: int, dp_size: int, device: torch.device, log: SampleLog | None = None
+    ) -> None:
+        self._log = log
         self._dataset = dataset
         self._dp_rank = dp_rank
         self._dp_size = dp_size
@@ -52,4 +57,6 @@ class BatchReader:
         )
 
     def _rows(self, step: int) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
+        if self._log is not None:
+            self._log.append(step, self._dataset.sample_indices(step, self._dp_rank, self._dp_size))
         return self._dataset.rows(step, self._dp_rank, self._dp_size)
