@@ -137,13 +137,11 @@ def _case(extra: str, options: argparse.Namespace) -> Any:
 def _hpjob(case: Any) -> Callable[[], Any]:
     import torch
 
-    from benchmarks.measure import quick_weights, random_batch
-    from hpjob.runtime.engine import Engine
+    from benchmarks.measure import QuickEngine, random_batch
     from hpjob.runtime.mesh import build_mesh
 
     device = torch.device("cuda", 0)
-    with quick_weights():
-        engine = Engine(case.plan, case.recipe, build_mesh(case.plan, "cuda"), device)
+    engine = QuickEngine(case.plan, case.recipe, build_mesh(case.plan, "cuda"), device)
     batches = [random_batch(case, device, seed) for seed in range(4)]
     count = [0]
 

@@ -29,6 +29,7 @@ def rehearse(
     rank: int | None = typer.Option(None, "--rank", min=0, help="Be this rank."),
     all_stages: bool = typer.Option(False, "--all-stages", help="Be the first rank of every stage; the default."),
     device: str | None = typer.Option(None, "--device", help="cpu or cuda; a GPU by default where there is one."),
+    site: str | None = typer.Option(None, "--site", help="Put the times into this site file, which plans then use."),
     overrides: list[str] = typer.Option([], "--set", help="Change a value: --set training.lr=3e-4. Repeatable."),
     as_json: bool = typer.Option(False, "--json", help="Print one JSON document."),
 ) -> None:
@@ -39,6 +40,7 @@ def rehearse(
     from hpjob.core.errors import UserInputError
     from hpjob.plan.planner import make_plan
     from hpjob.plan.rehearsal_text import render_rehearsal
+    from hpjob.plan.rehearsed_site import add_to_site, layers_of, refuse_site
     from hpjob.recipe.load import load_recipe
 
     if rank is not None and all_stages:
@@ -48,12 +50,18 @@ def rehearse(
     resolved = load_recipe(recipe, overrides)
     where = find_topology(nodes, machine, topology, partition or resolved.job.partition)
     plan = make_plan(resolved, where, gpus_per_node=gpus_per_node)
+    if site:
+        refuse_site(site, plan)
     reports = rehearse_ranks(plan, resolved, _ranks(plan, rank), device)
+    if site:
+        add_to_site(site, layers_of(plan, resolved, reports), f"{plan.recipe} on {reports[0].device}")
     if as_json:
         ranks = [report.model_dump(mode="json") for report in reports]
         typer.echo(json.dumps({"version": 1, "plan": plan.model_dump(mode="json"), "ranks": ranks}, indent=2))
         return
     typer.echo(render_rehearsal(plan, reports))
+    if site:
+        typer.echo(f"\nwritten to {site}; with it, plans are made from rehearsed times: hpjob plan --site {site} …")
 
 
 def _ranks(plan: Plan, rank: int | None) -> list[int]:

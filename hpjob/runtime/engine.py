@@ -20,7 +20,7 @@ from hpjob.runtime.model.attention import attention_kernel
 from hpjob.runtime.model.compiled import compile_stage, compiles_layers, wants_compile
 from hpjob.runtime.model.experts import place_experts
 from hpjob.runtime.model.families import family_of
-from hpjob.runtime.model.parameters import ShardedParameter, materialise, plan_cuts
+from hpjob.runtime.model.parameters import Fill, ShardedParameter, fill_from_seed, materialise, plan_cuts
 from hpjob.runtime.model.stage import DecoderStage, stage_parts
 from hpjob.runtime.optimizer.adamw import AdamW, copy_local
 from hpjob.runtime.optimizer.gradients import add_gradients, local_squared_norm, sum_gradients
@@ -95,6 +95,7 @@ class Engine:
 
     executor_class: ClassVar[type[PipelineExecutor]] = PipelineExecutor
     transport_class: ClassVar[type[Transport]] = Transport
+    fill_weights: ClassVar[Fill] = staticmethod(fill_from_seed)
 
     def __init__(self, plan: Plan, recipe: Recipe, mesh: Mesh, device: torch.device) -> None:
         refuse_unsupported(plan, recipe)
@@ -258,7 +259,9 @@ class Engine:
         shard_stage(stage, plan, mesh)
         dtype = torch.float32 if needs_fsdp(plan, mesh) else COMPUTE_DTYPE[plan.precision]
         home = torch.device("cpu") if plan.cpu_offload else self._device
-        own = materialise(stage, cuts, mesh, home, seed=recipe.training.seed, compute_dtype=dtype)
+        own = materialise(
+            stage, cuts, mesh, home, seed=recipe.training.seed, compute_dtype=dtype, fill=self.fill_weights
+        )
         self.parameters += own
         stage.make_rotary(self._device)
         if recipe.parallel.use_fp8:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Protocol
 
 import torch
 from torch import Tensor, nn
@@ -194,6 +195,7 @@ def materialise(
     *,
     seed: int,
     compute_dtype: torch.dtype = torch.float32,
+    fill: Fill | None = None,
 ) -> list[ShardedParameter]:
     """Give a sharded stage memory and its initial weights, one parameter at a time.
 
@@ -204,7 +206,9 @@ def materialise(
         device: Where the shards live.
         seed: Seed of the run.
         compute_dtype: Of weights that FSDP2 does not hold; those it holds are fp32 shards.
+        fill: Makes the values; None = :func:`fill_from_seed`.
     """
+    fill = fill or fill_from_seed
     stage.to(dtype=compute_dtype).to_empty(device=device)
     result = []
     for name, (global_name, parameter) in zip(cuts, stage.global_parameters(), strict=True):
@@ -224,7 +228,7 @@ def materialise(
                 described=expert_placements(mesh) if cut.is_expert else None,
             )
         )
-        _fill(result[-1], seed=seed, std=stage.shape.initializer_range, gain=stage.norm_start)
+        fill(result[-1], seed=seed, std=stage.shape.initializer_range, gain=stage.norm_start)
         result[-1].publish()
     return result
 
@@ -237,9 +241,22 @@ def _master(parameter: nn.Parameter, *, needs_single: bool) -> MasterWeight | No
     return MasterWeight(torch.empty_like(_local(parameter.detach()), dtype=torch.float32), needs_single)
 
 
-def _fill(item: ShardedParameter, *, seed: int, std: float, gain: float) -> None:
+class Fill(Protocol):
+    """Gives a parameter its first values."""
+
+    def __call__(self, item: ShardedParameter, *, seed: int, std: float, gain: float) -> None: ...
+
+
+def fill_from_seed(item: ShardedParameter, *, seed: int, std: float, gain: float) -> None:
+    """Fill a parameter with values that depend on seed, name and global shape only; the CPU makes them."""
     region = item.region
     local = item.local
     initial = initial_region(item.name, region.shape, region.offsets, region.sizes, seed=seed, std=std, gain=gain)
     with torch.no_grad():
         local.copy_(initial)
+
+
+def fill_quickly(item: ShardedParameter, *, seed: int, std: float, gain: float) -> None:
+    """Fill a parameter where it lies with values of the same spread, for runs that only take times."""
+    with torch.no_grad():
+        item.local.normal_(0.0, std) if item.decays else item.local.fill_(gain)

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from hpjob.runtime.engine import Engine
+from hpjob.runtime.model.parameters import fill_quickly
 from hpjob.runtime.pipeline.executor import Microbatch, PipelineExecutor
 from hpjob.runtime.pipeline.schedule import Action, Kind
 from hpjob.runtime.pipeline.transport import Transport
@@ -89,6 +90,7 @@ class TimedEngine(Engine):
 
     executor_class = TimedExecutor
     transport_class = SilentTransport
+    fill_weights = staticmethod(fill_quickly)
 
     def times(self, watch: Stopwatch) -> None:
         """Have a stopwatch take the time of every action from now on."""
