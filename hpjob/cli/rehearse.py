@@ -101,6 +101,7 @@ def rehearse_ranks(plan: Plan, recipe: Recipe, ranks: list[int], device: str | N
 
 
 def _one_rank(folder: Path, rank: int, device: str | None) -> RankRehearsal:
+    import os
     import subprocess
     import sys
 
@@ -111,7 +112,10 @@ def _one_rank(folder: Path, rank: int, device: str | None) -> RankRehearsal:
     command = [sys.executable, "-m", "hpjob.runtime.rehearsal", "--rank", str(rank), "--out", str(out)]
     command += ["--plan", str(folder / "plan.json"), "--recipe", str(folder / "recipe.yaml")]
     command += ["--device", device] if device else []
-    ended = subprocess.run(command, stdin=subprocess.DEVNULL, capture_output=True, text=True, check=False)
+    environment = {"OMP_NUM_THREADS": "1", **os.environ}  # as a job has it: ranks share the cores
+    ended = subprocess.run(
+        command, env=environment, stdin=subprocess.DEVNULL, capture_output=True, text=True, check=False
+    )
     if ended.returncode == 0:
         return RankRehearsal.model_validate_json(out.read_text(encoding="utf-8"))
     said = [line for line in ended.stderr.splitlines() if line.strip()]

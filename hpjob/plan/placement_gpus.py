@@ -92,7 +92,8 @@ def _order(node: Node, count: int, degrees: ParallelDegrees) -> GpuOrder:
             break
     else:
         size, groups = 1, None
-    if node.islands is not None and 1 < degrees.tp <= count and size < degrees.tp:
+    on_cores = all(gpu.model == "cpu" for gpu in node.gpus)
+    if node.islands is not None and not on_cores and 1 < degrees.tp <= count and size < degrees.tp:
         said.append(
             f"no {count // degrees.tp} tp groups of {degrees.tp} GPUs in which all pairs are linked: "
             "part of the tp traffic goes through the host"

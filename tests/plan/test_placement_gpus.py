@@ -40,6 +40,12 @@ def test_cube_mesh_tp_four_sits_on_the_quads() -> None:
     assert any(note.startswith("v: no 1 tp groups of 8 GPUs in which all pairs are linked") for note in notes)
 
 
+def test_ranks_on_cores_have_no_links_to_miss() -> None:
+    cores = node("c").model_copy(update={"gpus": tuple(Gpu(index=i, model="cpu") for i in range(8))})
+    assert order(cores, ParallelDegrees(dp=2, tp=4))[1] == ()
+    assert any("all pairs are linked" in note for note in order(node("p"), ParallelDegrees(dp=2, tp=4))[1])
+
+
 def test_bridged_pairs_that_are_no_neighbours() -> None:
     gpus, notes = order(node("b", whole(0, 2), whole(1, 3), count=4), ParallelDegrees(dp=2, tp=2), 4)
     assert gpus == [0, 2, 1, 3]
