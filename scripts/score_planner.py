@@ -32,7 +32,7 @@ def main() -> int:
     options = parser.parse_args()
     if not options.table.is_file():
         parser.error(f"no such table: {options.table}")
-    with options.table.open(encoding="utf-8", newline="") as file:
+    with options.table.open(encoding="utf-8-sig", newline="") as file:
         table = score.read_table(list(csv.DictReader(file)))
     fits: dict[str, Calibration] | None = None
     if options.fit or options.leave_one_family_out:

@@ -54,13 +54,14 @@ def _axes(plan: Plan) -> list[str]:
     shards += ", shards in the host's memory" if plan.cpu_offload else ""
     carries = {
         "pp": f"activations between {d.pp} stages of {_layer_counts(plan)} layers",
+        "ep": "tokens to their experts, spread over ranks of dp and sp",
         "dp": f"gradients, {shards}",
         "sp": f"sequence, {plan.sequence_parallelism_mode}",
         "tp": "all-reduces of every layer" + (", sequence parallel" if plan.sequence_parallelism_mode else ""),
     }
-    strides = {"tp": 1, "sp": d.tp, "dp": d.tp * d.sp, "pp": d.tp * d.sp * d.dp}
+    strides = {"tp": 1, "sp": d.tp, "ep": d.tp, "dp": d.tp * d.sp, "pp": d.tp * d.sp * d.dp}
     rows = [f"  {'axis':<6}{'degree':>8}  {'placed':<18}carries"]
-    for axis in ("pp", "dp", "sp", "tp"):
+    for axis in ("pp", "dp", "ep", "sp", "tp"):
         size = getattr(d, axis)
         if size > 1:
             placed = "inside a node" if size * strides[axis] <= per_node else "across nodes"
@@ -72,7 +73,8 @@ def _axes(plan: Plan) -> list[str]:
 
 def _layer_counts(plan: Plan) -> str:
     counts = sorted(set(plan.pipeline.layers_per_stage))
-    return f"{counts[0]}" if len(counts) == 1 else f"{counts[0]} to {counts[-1]}"
+    chunks = f"{plan.pipeline.num_model_chunks} chunks of " if plan.pipeline.num_model_chunks > 1 else ""
+    return chunks + (f"{counts[0]}" if len(counts) == 1 else f"{counts[0]} to {counts[-1]}")
 
 
 def worst_rank(plan: Plan) -> MemoryEstimate:
@@ -95,15 +97,25 @@ def _memory(plan: Plan) -> list[str]:
 
 def _time(plan: Plan) -> list[str]:
     t, p = plan.time, plan.pipeline
-    recompute = f", {plan.recompute} recompute" if plan.recompute != "none" else ""
+    recompute = f", {_recompute(plan)}" if plan.recompute != "none" else ""
+    # One figure has the traffic of all groups inside layers.
+    inner = "+".join(axis for axis in ("tp", "sp", "ep") if getattr(plan.degrees, axis) > 1) or "tp"
     return [
         f"  {'global batch':<{_WIDTH}}{plan.global_batch_size} sequences of {plan.seq_length} tokens = "
         f"dp {plan.degrees.dp} x {p.num_microbatches} microbatches x {p.microbatch_size}{recompute}",
         f"  {'step time':<{_WIDTH}}{_seconds(t.step_s)} ({_seconds(t.low_s)} to {_seconds(t.high_s)}), "
         f"{t.tokens_per_s:,.0f} tokens/s",
-        f"  {'':<{_WIDTH}}compute {_seconds(t.compute_s)}  bubble {_seconds(t.bubble_s)}  tp {_seconds(t.tp_comm_s)}  "
+        f"  {'':<{_WIDTH}}compute {_seconds(t.compute_s)}  bubble {_seconds(t.bubble_s)}  "
+        f"{inner} {_seconds(t.tp_comm_s)}  "
         f"pp {_seconds(t.pp_comm_s)}  dp {_seconds(t.dp_comm_s)}  optimizer {_seconds(t.optimizer_s)}",
     ]
+
+
+def _recompute(plan: Plan) -> str:
+    if plan.recompute_layers_per_stage is not None:
+        return f"{plan.recompute} recompute of {list(plan.recompute_layers_per_stage)} layers of the stages"
+    k = plan.recompute_every_kth_layer
+    return f"{plan.recompute} recompute" + (f" of one layer in {k}" if plan.recompute == "full" and k > 1 else "")
 
 
 def _change(change: Change) -> str:

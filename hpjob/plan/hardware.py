@@ -73,6 +73,11 @@ class Hardware:
     """(hidden, ffn, tokens, seq, tp, sp, ep, sequence mode, precision) -> times that replace the model's."""
 
     @property
+    def unit(self) -> str:
+        """What a rank runs on, in words."""
+        return "rank" if self.is_cpu else "GPU"
+
+    @property
     def gemm_efficiency(self) -> float:
         special = {"a100": self.fit.gemm_a100, "h100": self.fit.gemm_h100, "b200": self.fit.gemm_b200}
         return self.gpu.gemm * self.fit.gemm * special.get(self.gpu.name, 1.0)

@@ -21,7 +21,7 @@ def main_loss(hardware: Hardware, best: Candidate, rival: Candidate) -> str:
     kind = max(KINDS, key=lambda name: found[name])
     a = rival.layout
     if kind == "tp_comm":
-        size, stride, what = (a.tp, 1, "tp") if a.tp > 1 else (a.sp * a.ep, 1, "sequence or expert")
+        size, stride, what = _inner_group(best.layout, a)
         return f"{found[kind]:+.3g} s {what} traffic over {link_words(hardware, size, stride)}"
     if kind == "dp_comm":
         return f"{found[kind]:+.3g} s dp traffic over {link_words(hardware, a.dp * a.sp, a.tp)}"
@@ -31,13 +31,29 @@ def main_loss(hardware: Hardware, best: Candidate, rival: Candidate) -> str:
     return f"{found[kind]:+.3g} s {kind}"
 
 
+def _inner_group(best: Layout, rival: Layout) -> tuple[int, int, str]:
+    """Size, stride and name of the group inside layers that the rival spends more on: one that it has larger."""
+    groups = (
+        (rival.tp, 1, "tp", best.tp),
+        (rival.sp, rival.tp, "sequence", best.sp),
+        (rival.ep, rival.tp, "expert", best.ep),
+    )
+    used = [group for group in groups if group[0] > 1] or [groups[0]]
+    size, stride, what, _ = next((group for group in used if group[0] > group[3]), used[0])
+    return size, stride, what
+
+
 def link_words(hardware: Hardware, size: int, stride: int) -> str:
     """Name the slowest link of a group of ranks with what one rank gets of it."""
     link = hardware.link(size, stride)
     name = "the network" if link.crosses_nodes else _ISLANDS[hardware.island_kind]
     if not link.crosses_nodes and link.bandwidth <= THROUGH_HOST < hardware.island_bandwidth * hardware.fit.island:
         name = "the host, as a pair may have no link,"
-    return f"{name} at {link.bandwidth / 1e9:.0f} GB/s a GPU"
+    inside = min(size, hardware.gpus_per_node // stride) if stride < hardware.gpus_per_node else 1
+    # Of a ring that passes through several GPUs of a node, all of them share what leaves it.
+    unit = hardware.unit
+    each = f"for {inside} {unit}s of a node" if link.crosses_nodes and inside > 1 else f"a {unit}"
+    return f"{name} at {link.bandwidth / 1e9:.0f} GB/s {each}"
 
 
 def island_words(hardware: Hardware) -> str:
@@ -59,17 +75,23 @@ def difference(best: Layout, other: Layout, without: str) -> str:
     names = (
         ("tp", "tp"),
         ("pp", "pp"),
-        ("sp", "sp"),
         ("ep", "ep"),
         ("zero", "zero"),
         ("microbatch", "microbatch"),
         ("style", "schedule"),
         ("recompute", "recompute"),
-        ("sequence_mode", "sp"),
     )
     found = [
         f"{label} {getattr(other, field)}"
         for field, label in names
         if label != without and getattr(best, field) != getattr(other, field)
     ]
+    if without != "sp" and (best.sp, best.sequence_mode) != (other.sp, other.sequence_mode):
+        found.append(f"sp {other.sequence_mode or 'none'}" + (f" x{other.sp}" if other.sp > 1 else ""))
     return ", ".join(found)
+
+
+def exceeds_words(needed_gib: float, limit_gib: float) -> str:
+    """Return such as ``80.1 of 74.5 GiB``, with as many digits as tell the two apart."""
+    digits = next((n for n in (1, 2, 3) if round(needed_gib, n) > round(limit_gib, n)), 4)
+    return f"{needed_gib:.{digits}f} of {limit_gib:.{digits}f} GiB"

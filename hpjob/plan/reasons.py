@@ -7,7 +7,7 @@ from collections.abc import Callable
 from hpjob.plan.enumeration import recompute_policies
 from hpjob.plan.layout import Layout
 from hpjob.plan.legality import unsupported_layout
-from hpjob.plan.losses import difference, island_words, losses, main_loss
+from hpjob.plan.losses import difference, exceeds_words, island_words, losses, main_loss
 from hpjob.plan.model import RunnerUp
 from hpjob.plan.problem import Problem
 from hpjob.plan.search import FAR, Candidate
@@ -37,7 +37,7 @@ def summary(layout: Layout) -> str:
         parts.append(layout.style + (f" x{layout.chunks}" if layout.chunks > 1 else ""))
     parts.append(f"{layout.num_microbatches} x {layout.microbatch}")
     parts += [recompute_words(layout)] if layout.recompute != "none" else []
-    parts += [f"last stage {layout.relief} layers shorter"] if layout.relief else []
+    parts += [f"last stage {layout.relief} layer{'s' if layout.relief > 1 else ''} shorter"] if layout.relief else []
     parts += [str(layout.sequence_mode)] if layout.sequence_mode else []
     return ", ".join(parts)
 
@@ -101,9 +101,10 @@ def _axis_reason(
     faster = [c for c in others if c.memory_gib > limit_gib and c.time.step < best.time.step]
     if faster:
         rival = min(faster, key=lambda candidate: (candidate.memory_gib, candidate.order))
-        needed = f"{rival.memory_gib:.1f} of {limit_gib:.1f} GiB"
-        shown = _shown(label, value(rival.layout))
-        sentences.append(f"{label} {shown} would be faster but needs {needed}")
+        shown = f"{label} {_shown(label, value(rival.layout))}"
+        also = difference(best.layout, rival.layout, label)
+        shown += f" (with {also})" if also else ""
+        sentences.append(f"{shown} would be faster but needs {exceeds_words(rival.memory_gib, limit_gib)}")
     if not sentences and label in {"tp", "pp"}:
         percent = round(100 * (FAR - 1))
         sentences.append(f"any other value is not legal, does not fit, or is over {percent} % slower")
@@ -128,7 +129,7 @@ def _recompute_reason(problem: Problem, best: Candidate, limit_gib: float) -> st
     name = f"recompute {recompute_words(layout).removesuffix(' recompute')}"
     settings = problem.settings.gradient_checkpoint_config
     policies = recompute_policies(problem)
-    if settings.policy != "auto":
+    if settings.policy != "auto" or settings.num_ckpt_layers_per_stage is not None:
         return f"{name}: fixed by the recipe"
     place = policies.index((layout.recompute, layout.every_kth))
     if place:
@@ -137,7 +138,7 @@ def _recompute_reason(problem: Problem, best: Candidate, limit_gib: float) -> st
         gain = 100 * (1 - runtime.step(faster, simulate=False).step / runtime.step(layout, simulate=False).step)
         words = "no" if recompute == "none" else recompute_words(faster).removesuffix(" recompute")
         needed = runtime.worst_gib(faster)
-        return f"{name}: {words} recompute is {gain:.1f} % faster but needs {needed:.1f} of {limit_gib:.1f} GiB"
+        return f"{name}: {words} recompute is {gain:.1f} % faster but needs {exceeds_words(needed, limit_gib)}"
     full = layout._replace(recompute="full", every_kth=1)
     cost = 100 * (runtime.step(full, simulate=False).step / runtime.step(layout, simulate=False).step - 1)
     saved = best.memory_gib - runtime.worst_gib(full)
@@ -188,7 +189,7 @@ def _runners_up(
 def _runner_up(problem: Problem, best: Candidate, rival: Candidate, limit_gib: float) -> RunnerUp:
     percent = 100 * (rival.time.step / best.time.step - 1)
     if rival.memory_gib > limit_gib:
-        why = f"needs {rival.memory_gib:.1f} GiB a GPU, {limit_gib:.1f} are usable ({-percent:.1f} % faster otherwise)"
+        why = f"needs {exceeds_words(rival.memory_gib, limit_gib)} ({-percent:.1f} % faster otherwise)"
     elif not rival.supported:
         why = f"{-percent:.1f} % faster, but {unsupported_layout(rival.layout)[0]}"
     else:

@@ -3,13 +3,19 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from math import ceil
 
 from hpjob.core.errors import HpjobError, NothingFitsError, UserInputError
 from hpjob.plan.broken_rules import broken_rules
+from hpjob.plan.memory import GIB
 from hpjob.plan.nearest import LAYOUT_FIELDS, SHARDING_FIELDS, nearest_layouts
 from hpjob.plan.problem import Problem
 from hpjob.plan.search import Candidate, fits_somehow
 from hpjob.recipe.model import ParallelSettings
+
+_OFFLOADED: dict[str, object] = {"cpu_offload": True}
+_HOST_BYTES = 16
+"""Of a parameter whose shards lie in the host's memory: weight, gradient and two moments in fp32."""
 
 
 def no_legal_layout(problem: Problem, recipe: str) -> HpjobError:
@@ -39,14 +45,14 @@ def nothing_fits(problem: Problem, least: Candidate, limit_gib: float, recipe: s
     layout = least.layout
     ranks = [problem.runtime.rank_memory(layout, r) for r in range(layout.pp)]
     worst = max(ranks, key=lambda rank: rank.total_gib)
-    where = f"{num_nodes} x {problem.hardware.name}"
+    where, unit = f"{num_nodes} x {problem.hardware.name}", problem.hardware.unit
     degrees = f"tp {layout.tp} · pp {layout.pp} · dp {layout.dp}, zero {layout.zero}, {layout.recompute} recompute"
     kinds = ("weights", "gradients", "optimizer", "activations", "logits", "workspace")
     parts = " + ".join(f"{kind} {getattr(worst, kind + '_gib'):.1f}" for kind in kinds)
     message = (
         f"recipe {recipe} does not fit on {where}: the smallest layout ({degrees}) "
-        f"needs {least.memory_gib:.1f} GiB a GPU, {limit_gib:.1f} are usable, "
-        f"{least.memory_gib - limit_gib:.1f} GiB are missing\n{parts} GiB"
+        f"needs {least.memory_gib:.1f} GiB a {unit}, {limit_gib:.1f} are usable, "
+        f"{ceil(10 * (least.memory_gib - limit_gib)) / 10:.1f} GiB are missing\n{parts} GiB"
     )
     return NothingFitsError(message, hint="; or ".join(_what_helps(problem, limit_gib, num_nodes)))
 
@@ -68,6 +74,9 @@ def _what_helps(problem: Problem, limit_gib: float, num_nodes: int) -> list[str]
             changed = replace(problem, settings=s.model_copy(update=update))
             if fits_somehow(changed, limit_gib):
                 found.append(words)
+    if not s.cpu_offload and fits_somehow(replace(problem, settings=s.model_copy(update=_OFFLOADED)), limit_gib):
+        needed = _HOST_BYTES * problem.shape.num_params / num_nodes / GIB
+        found.append(f"--set parallel.cpu_offload=true (slower; takes about {needed:,.0f} GiB of a node's own memory)")
     if isinstance(s.num_microbatches, int) and s.microbatch_size == "auto":
         found += _smaller_batch(problem, s.num_microbatches, limit_gib)
     if more := _enough_nodes(problem, limit_gib, num_nodes):

@@ -176,5 +176,5 @@ def _nothing(refused: HpjobError, problem: Problem, topology: Topology, previous
     )
     words = [f"use --nodes {fewer}"] if fewer else []
     if previous.num_nodes not in (count, fewer):
-        words.append(f"stay on {previous.num_nodes} nodes")
+        words.append(f"stay on {previous.num_nodes} node{'s' if previous.num_nodes > 1 else ''}")
     return NothingFitsError(refused.message, hint="; or ".join(words) or refused.hint)

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from math import ceil
 
 from hpjob.plan.enumeration import recompute_policies
-from hpjob.plan.losses import KINDS
+from hpjob.plan.losses import KINDS, exceeds_words
 from hpjob.plan.model import Change
 from hpjob.plan.problem import Problem
 from hpjob.plan.reasons import recompute_words, summary
@@ -30,7 +31,7 @@ def binding(best: Candidate, candidates: list[Candidate], limit_gib: float) -> s
     if missed is None:
         return f"time binds, not memory: {time_}"
     gain = 100 * (1 - missed.time.step / best.time.step)
-    needed = f"{missed.memory_gib:.1f} of {limit_gib:.1f} GiB"
+    needed = exceeds_words(missed.memory_gib, limit_gib)
     return f"memory binds: {summary(missed.layout)} would be {gain:.1f} % faster but needs {needed}; {time_}"
 
 
@@ -38,10 +39,9 @@ def changes(
     problem: Problem, best: Candidate, candidates: list[Candidate], limit_gib: float, num_nodes: int
 ) -> tuple[Change, ...]:
     """Return what single changes bring, each computed; those that have no plan are said to have none."""
-    found = [
-        _nodes(problem, best, limit_gib, num_nodes, count) for count in (num_nodes - 1, num_nodes + 1, 2 * num_nodes)
-    ]
-    found.append(_memory(best, candidates, limit_gib))
+    counts = dict.fromkeys((num_nodes - 1, num_nodes + 1, 2 * num_nodes))
+    found = [_nodes(problem, best, limit_gib, num_nodes, count) for count in counts]
+    found.append(_memory(problem, best, candidates, limit_gib))
     found += [_recompute(problem, best, limit_gib, faster) for faster in (True, False)]
     return tuple(change for change in found if change is not None)
 
@@ -69,7 +69,7 @@ def _nodes(problem: Problem, best: Candidate, limit_gib: float, now: int, count:
     fitting = [
         c for c in survey(other, limit_gib, neighbours=False).candidates if c.memory_gib <= limit_gib and c.supported
     ]
-    words = f"{count} nodes"
+    words = f"{count} node{'s' if count > 1 else ''}"
     if not fitting:
         return Change(change=words, summary=f"no plan that fits with tp {best.layout.tp} · sp {best.layout.sp}")
     return _change(words, best, min(fitting, key=lambda candidate: candidate.order))
@@ -86,11 +86,12 @@ def _fastest_missed(best: Candidate, candidates: list[Candidate], limit_gib: flo
     return min(faster, key=lambda candidate: (candidate.memory_gib, candidate.order), default=None)
 
 
-def _memory(best: Candidate, candidates: list[Candidate], limit_gib: float) -> Change | None:
+def _memory(problem: Problem, best: Candidate, candidates: list[Candidate], limit_gib: float) -> Change | None:
     missed = _fastest_missed(best, candidates, limit_gib)
     if missed is None:
         return None
-    return _change(f"{missed.memory_gib - limit_gib:.1f} GiB more a GPU", best, missed)
+    more = ceil(10 * (missed.memory_gib - limit_gib)) / 10
+    return _change(f"{more:.1f} GiB more a {problem.hardware.unit}", best, missed)
 
 
 def _recompute(problem: Problem, best: Candidate, limit_gib: float, faster: bool) -> Change | None:

@@ -11,7 +11,9 @@ from typer.testing import CliRunner
 from hpjob.cli.app import app
 from hpjob.core.errors import ExitCode, NothingFitsError, UserInputError
 from hpjob.plan.explain import render_plan
+from hpjob.plan.hardware import hardware_of
 from hpjob.plan.legality import layout_of, problems, unsupported_by_runtime
+from hpjob.plan.losses import exceeds_words, link_words
 from hpjob.plan.model import Plan
 from hpjob.plan.planner import make_plan
 from hpjob.plan.shape import shape_of
@@ -132,7 +134,10 @@ def test_nothing_fits_says_how_much_is_missing_and_what_helps() -> None:
         _plan("70b", 1, "dgx-a100-80g")
     assert "GiB a GPU" in caught.value.message
     assert "GiB are missing" in caught.value.message
-    assert caught.value.hint == "use --nodes 2"
+    assert caught.value.hint.endswith("; or use --nodes 2")
+    # 69e9 parameters of 16 bytes in the memory of one node.
+    assert "--set parallel.cpu_offload=true (slower; takes about 1,028 GiB of a node's own memory)" in caught.value.hint
+    assert _plan("70b", 1, "dgx-a100-80g", "parallel.cpu_offload=true").cpu_offload
     everything = [f"parallel.{name}=1" for name in ("tp_size", "pp_size", "sp_size", "zero_stage")]
     with pytest.raises(NothingFitsError) as caught:
         _plan("70b", 2, "dgx-a100-80g", *everything)
@@ -174,6 +179,39 @@ def test_text_names_choice_memory_time_reasons_and_runners_up() -> None:
     for label in ("memory per GPU", "step time", "why", "next best"):
         assert label in text
     assert all(runner_up.why_not in text for runner_up in plan.runners_up)
+    assert "activations between 8 stages of 5 chunks of 2 layers" in text
+
+
+def test_text_names_the_groups_inside_layers() -> None:
+    plan = _plan("qwen3-30b-a3b", 2, "hgx-h100")
+    rows = [line.split()[:2] for line in render_plan(plan).splitlines()]
+    assert ["ep", str(plan.degrees.ep)] in rows
+    assert f"ep {plan.time.tp_comm_s:.2f} s" in render_plan(plan)
+
+
+def test_one_change_names_every_count_of_nodes_once() -> None:
+    one, two = (_plan("7b", nodes, "hgx-h100") for nodes in (1, 2))
+    assert [change.change for change in one.changes if "node" in change.change] == ["2 nodes"]
+    assert [change.change for change in two.changes if "node" in change.change] == ["1 node", "3 nodes", "4 nodes"]
+
+
+def test_links_say_how_many_gpus_share_what_leaves_a_node() -> None:
+    hardware = hardware_of(load_machine("hgx-h100"))
+    assert link_words(hardware, 16, 1).endswith("GB/s for 8 GPUs of a node")
+    assert link_words(hardware, 4, 8).endswith("GB/s a GPU")
+    assert link_words(hardware, 8, 1).endswith("GB/s a GPU")
+
+
+def test_what_exceeds_the_memory_never_reads_as_equal() -> None:
+    assert exceeds_words(80.14, 74.45) == "80.1 of 74.5 GiB"
+    assert exceeds_words(172.98, 172.96) == "172.98 of 172.96 GiB"
+
+
+def test_layers_counted_stage_by_stage_are_fixed_recomputation() -> None:
+    counts = "parallel.gradient_checkpoint_config.num_ckpt_layers_per_stage=[8, 8]"
+    plan = _plan("7b", 1, "hgx-h100", "parallel.pp_size=2", "parallel.pp_style=1f1b", counts)
+    assert any(reason.startswith("recompute") and "fixed by the recipe" in reason for reason in plan.reasons)
+    assert "full recompute of [8, 8] layers of the stages" in render_plan(plan)
 
 
 def test_command_prints_one_document_and_maps_errors_to_codes() -> None:

@@ -64,11 +64,27 @@ def test_measured_columns_do_not_change_a_prediction() -> None:
         ({"gpu": "TPUv4"}, "GPU not known"),
         ({"precision": "nvfp4"}, "4-bit"),
         ({"micro_batch": "", "global_batch": ""}, "batch not published"),
+        ({"n_gpus": "inf"}, "number of GPUs not published"),
+        ({"n_gpus": "-8"}, "number of GPUs not published"),
+        ({"model": "Phi-3.5-MoE"}, "experts not published"),
+        ({"ep": "8"}, "experts not published"),
+        ({"n_heads": "5000"}, "5000 heads"),
     ],
 )
 def test_rows_that_cannot_be_priced_say_why(change: dict[str, str], reason: str) -> None:
     with pytest.raises(Unpredictable, match=reason):
         read_case(_ROW | change)
+
+
+def test_short_lines_and_rows_without_an_id_are_listed_by_their_place() -> None:
+    short = dict.fromkeys(_ROW) | {"family": "a", None: ["left", "over"]}
+    table = read_table([_ROW, short, _ROW | {"id": "", "outcome": "crashed"}, _ROW | {"outcome": "OOM"}])
+    assert table.skipped == {"number of GPUs not published": ["row 2"], "outcome not known: crashed": ["row 3"]}
+    assert [truth.outcome for _, truth in table.cases] == ["ok", "oom"]
+
+
+def test_no_number_is_no_measurement() -> None:
+    assert read_table([_ROW | {"step_time_s": "nan"}]).skipped == {"nothing measured that can be compared": ["a-1"]}
 
 
 def test_unknown_fields_become_options_and_published_ones_do_not() -> None:

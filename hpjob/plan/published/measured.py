@@ -29,7 +29,7 @@ def measured(row: Row, case: Case) -> Measured:
         step = flops / (tflops * 1e12 * case.num_gpus) if flops else None
     kind = row.get("mem_kind", "").lower()
     counts = "device" if "smi" in kind else "allocated" if "alloc" in kind else "reserved"
-    return Measured(step, real(row, "peak_mem_gib"), counts, row.get("outcome", "").strip() or "ok")
+    return Measured(step, real(row, "peak_mem_gib"), counts, row.get("outcome", "").strip().lower() or "ok")
 
 
 def _published_flops(row: Row, case: Case) -> float | None:

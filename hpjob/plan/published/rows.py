@@ -9,6 +9,7 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from math import isfinite
 from typing import Literal
 
 from hpjob.plan.constants import Framework, framework, known_model
@@ -23,6 +24,7 @@ _GATED = re.compile(r"llama|qwen|mistral|mixtral|deepseek|yi-|gemma|baichuan|int
 _LEARNED_POSITIONS = re.compile(r"gpt-?[0-9]|gpt-h|opt|mt-nlg", re.IGNORECASE)
 _NO_ROTARY = re.compile(r"gpt-?[0-9]|gpt-h|opt|mt-nlg|bloom|mpt", re.IGNORECASE)
 _TIED = re.compile(r"gpt-?[0-9]|gpt-h|mt-nlg|bloom|mpt|opt", re.IGNORECASE)
+_WITH_EXPERTS = re.compile(r"moe|\d+x\d+(\.\d+)?b|-a\d+(\.\d+)?b", re.IGNORECASE)
 _TYPICAL_HEAD = 128
 
 
@@ -64,18 +66,20 @@ def number(row: Row, name: str) -> int | None:
     """Return a whole number of a column, or None when it is blank or no number."""
     text = row.get(name, "").strip()
     try:
-        return int(float(text)) if text else None
-    except ValueError:
+        value = int(float(text)) if text else None
+    except (ValueError, OverflowError):
         return None
+    return value if value is not None and value >= 0 else None
 
 
 def real(row: Row, name: str) -> float | None:
     """Return a number of a column, or None when it is blank or no number."""
     text = row.get(name, "").strip()
     try:
-        return float(text) if text else None
+        value = float(text) if text else None
     except ValueError:
         return None
+    return value if value is not None and isfinite(value) else None
 
 
 def read_case(row: Row) -> Case:
@@ -127,6 +131,8 @@ def read_shape(row: Row) -> Shape:
     if not ffn:
         raise Unpredictable("MLP width not published")
     heads = number(row, "n_heads") or _typical_heads(hidden)
+    if heads > hidden:
+        raise Unpredictable(f"{heads} heads of a hidden size of {hidden}")
     layers = number(row, "n_layers")
     per_layer = 4 * hidden * hidden + (3 if gated else 2) * hidden * ffn
     if not layers and params:
@@ -135,6 +141,8 @@ def read_shape(row: Row) -> Shape:
         raise Unpredictable("number of layers not published")
     latent = known.get("latent")
     experts = int(known.get("num_experts", 0))
+    if not experts and ((number(row, "ep") or 1) > 1 or _WITH_EXPERTS.search(name)):
+        raise Unpredictable("experts not published")
     dense_layers = int(known.get("dense_layers", 0))
     if "cut" in name.lower():
         # Models shortened for one node keep a single dense layer.

@@ -14,6 +14,7 @@ from hpjob.plan.published.predict import Prediction, predict
 from hpjob.plan.published.rows import Case, Row, Unpredictable, read_case
 
 _MIN_GROUP = 4
+_OUTCOMES = ("ok", "oom")
 _SEEN = (
     "calibration.yaml: refitted without the family that is scored under --leave-one-family-out",
     "frameworks.yaml (habits: memory a parameter, overlap, slack, host time): written down with all families in view",
@@ -57,15 +58,20 @@ class Table:
 def read_table(rows: Iterable[Row]) -> Table:
     """Read all rows; rows that cannot be priced or that measured nothing are listed by reason."""
     table = Table()
-    for row in rows:
+    for index, given in enumerate(rows):
+        # Short lines lack their last columns; without an id a row is named by its place.
+        row = {name: value or "" for name, value in given.items() if isinstance(name, str)}
+        row_id = row.get("id", "").strip() or f"row {index + 1}"
         try:
             case = read_case(row)
         except Unpredictable as reason:
-            table.skipped[str(reason)].append(row.get("id", ""))
+            table.skipped[str(reason)].append(row_id)
             continue
         truth = measured(row, case)
-        if truth.outcome == "ok" and not truth.step_s and not truth.memory_gib:
-            table.skipped["nothing measured that can be compared"].append(case.row_id)
+        if truth.outcome not in _OUTCOMES:
+            table.skipped[f"outcome not known: {truth.outcome}"].append(row_id)
+        elif truth.outcome == "ok" and not truth.step_s and not truth.memory_gib:
+            table.skipped["nothing measured that can be compared"].append(row_id)
         else:
             table.cases.append((case, truth))
     return table
