@@ -60,6 +60,7 @@ def plan(
 
 
 def _draw(folder: Path, recipe: Recipe, where: Topology, plan: Plan, site: str | None) -> None:
+    from hpjob.core.errors import UserInputError
     from hpjob.plan.legality import layout_of
     from hpjob.plan.placement import place
     from hpjob.plan.planner import make_problem
@@ -67,7 +68,11 @@ def _draw(folder: Path, recipe: Recipe, where: Topology, plan: Plan, site: str |
 
     problem = make_problem(recipe, where, gpus_per_node=plan.gpus_per_node, site=site)
     ordered, _ = place(plan.degrees, where, plan.gpus_per_node)
-    for path in draw_plan(folder, plan, problem, layout_of(plan), ordered):
+    try:
+        paths = draw_plan(folder, plan, problem, layout_of(plan), ordered)
+    except OSError as error:
+        raise UserInputError(f"cannot write pictures: {error}", hint="give --pictures a folder to write to") from None
+    for path in paths:
         typer.echo(f"wrote {path}", err=True)
 
 

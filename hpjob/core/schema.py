@@ -9,7 +9,7 @@ from __future__ import annotations
 import difflib
 import re
 from collections.abc import Iterable, Mapping
-from typing import Any, TypeVar, get_args
+from typing import Any, TypeVar, get_args, get_origin
 
 from pydantic import BaseModel, ConfigDict, ValidationError
 
@@ -120,9 +120,14 @@ def _shown(value: Any) -> str:
 
 def _known_keys(model: type[Persisted], path: tuple[int | str, ...]) -> list[str]:
     current: type[BaseModel] | None = model
+    inside = False
     for part in path:
+        if inside:  # The key or place inside a mapping or list says nothing of its values' type.
+            inside = False
+            continue
         field = current.model_fields.get(str(part)) if current else None
         current = _model_in(field.annotation) if field else None
+        inside = field is not None and get_origin(field.annotation) in (dict, tuple, list)
     return list(current.model_fields) if current else []
 
 

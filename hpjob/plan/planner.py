@@ -63,6 +63,13 @@ def make_plan(recipe: Recipe, topology: Topology, *, gpus_per_node: int | None =
     runnable = [candidate for candidate in fitting if candidate.num_unsupported == fewest]
     best = min(runnable, key=lambda candidate: candidate.order)
     warnings += tuple(unsupported_layout(best.layout))
+    if problem.hardware.gpu.name == "v100" and recipe.parallel.precision == "bf16":
+        warnings += ("V100 has no tensor cores for bf16: the times are those of parallel.precision=fp16",)
+    further = recipe.model.config_values or {}
+    if further.get("mlp_only_layers") or further.get("decoder_sparse_step", 1) != 1:
+        warnings += (
+            "layers without experts are priced like those with experts (mlp_only_layers, decoder_sparse_step)",
+        )
     if recipe.model.model_type not in RUNTIME.families:
         warnings += (f"the runtime has no {recipe.model.model_type} models (it has {', '.join(RUNTIME.families)})",)
     return _plan(recipe, topology, problem, best, candidates, warnings)

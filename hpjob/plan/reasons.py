@@ -126,7 +126,7 @@ def _against(problem: Problem, best: Candidate, rival: Candidate, label: str, va
 def _recompute_reason(problem: Problem, best: Candidate, limit_gib: float) -> str:
     """Say what the next policy on the faster side would need, or what repeating would cost."""
     layout, runtime = best.layout, problem.runtime
-    name = f"recompute {recompute_words(layout).removesuffix(' recompute')}"
+    name = f"recompute {recompute_words(layout).replace(' recompute', '', 1)}"
     settings = problem.settings.gradient_checkpoint_config
     policies = recompute_policies(problem)
     if settings.policy != "auto" or settings.num_ckpt_layers_per_stage is not None:
@@ -136,9 +136,9 @@ def _recompute_reason(problem: Problem, best: Candidate, limit_gib: float) -> st
         recompute, k = policies[place - 1]
         faster = layout._replace(recompute=recompute, every_kth=k)
         gain = 100 * (1 - runtime.step(faster, simulate=False).step / runtime.step(layout, simulate=False).step)
-        words = "no" if recompute == "none" else recompute_words(faster).removesuffix(" recompute")
+        words = "no recompute" if recompute == "none" else recompute_words(faster)
         needed = runtime.worst_gib(faster)
-        return f"{name}: {words} recompute is {gain:.1f} % faster but needs {exceeds_words(needed, limit_gib)}"
+        return f"{name}: {words} is {gain:.1f} % faster but needs {exceeds_words(needed, limit_gib)}"
     full = layout._replace(recompute="full", every_kth=1)
     cost = 100 * (runtime.step(full, simulate=False).step / runtime.step(layout, simulate=False).step - 1)
     saved = best.memory_gib - runtime.worst_gib(full)

@@ -71,7 +71,7 @@ def _nodes(problem: Problem, best: Candidate, limit_gib: float, now: int, count:
     ]
     words = f"{count} node{'s' if count > 1 else ''}"
     if not fitting:
-        return Change(change=words, summary=f"no plan that fits with tp {best.layout.tp} · sp {best.layout.sp}")
+        return Change(change=words, summary=f"no legal plan that fits with tp {best.layout.tp} · sp {best.layout.sp}")
     return _change(words, best, min(fitting, key=lambda candidate: candidate.order))
 
 

@@ -61,6 +61,8 @@ def shape_from_values(config: dict[str, Any], *, source: str) -> dict[str, Any]:
             hint="use the folder of the model in bf16, fp16 or fp32",
         )
     family = str(config.get("model_type", ""))
+    if not family:
+        raise UserInputError(f"{source} has no model_type", hint=f"known are {', '.join(KNOWN_FAMILIES)}")
     if family not in KNOWN_FAMILIES:
         guess = nearest(family, KNOWN_FAMILIES)
         raise UserInputError(

@@ -42,8 +42,10 @@ def load_recipe(name_or_path: str, overrides: Sequence[str] = ()) -> Recipe:
     try:
         recipe = parse(Recipe, document, source=source)
     except UserInputError as error:
-        problems.extend(error.message.splitlines())
-        hints.append(error.hint)
+        # A config that cannot be used was said already; the model is missing for that reason.
+        more = [line for line in error.message.splitlines() if not hints or line != f"{source}: model: missing"]
+        problems.extend(more)
+        hints += [error.hint] if more else []
         recipe = None
     if problems or recipe is None:
         lines = [line if line.startswith((source, "--set")) else f"{source}: {line}" for line in problems]

@@ -202,6 +202,21 @@ def test_links_say_how_many_gpus_share_what_leaves_a_node() -> None:
     assert link_words(hardware, 8, 1).endswith("GB/s a GPU")
 
 
+def test_pictures_need_a_folder(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    place = ["--machine", "hgx-h100", "--pictures", str(tmp_path / "file")]
+    done = CliRunner().invoke(app, ["plan", "--recipe", "7b", "--nodes", "1", *place])
+    assert isinstance(done.exception, UserInputError)
+
+
+def test_what_the_prices_leave_out_is_said() -> None:
+    sparse = _plan("qwen3-30b-a3b", 2, "hgx-h200", "model.config_values={mlp_only_layers: [0]}")
+    assert any("layers without experts" in warning for warning in sparse.warnings)
+    for precision, warned in (("bf16", True), ("fp16", False)):
+        plan = _plan("7b", 4, "dgx-v100", f"parallel.precision={precision}")
+        assert any("V100 has no tensor cores for bf16" in warning for warning in plan.warnings) == warned
+
+
 def test_what_exceeds_the_memory_never_reads_as_equal() -> None:
     assert exceeds_words(80.14, 74.45) == "80.1 of 74.5 GiB"
     assert exceeds_words(172.98, 172.96) == "172.98 of 172.96 GiB"

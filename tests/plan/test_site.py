@@ -73,6 +73,7 @@ def test_files_that_are_wrong_name_every_problem(tmp_path: Path) -> None:
         load_site(_file(tmp_path, "gpus: {H100: {gem: 0.5}}\nlinks: {island_gb_s: -1}\n"))
     assert "gem" in caught.value.message
     assert "island_gb_s" in caught.value.message
+    assert "did you mean `gemm`?" in caught.value.hint
     with pytest.raises(UserInputError, match="cannot be read"):
         load_site(tmp_path / "none.yaml")
 

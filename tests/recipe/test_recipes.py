@@ -139,6 +139,12 @@ def test_model_from_config_json(tmp_path: Path) -> None:
     with pytest.raises(UserInputError, match="model_type `lama` is not known") as caught:
         load_recipe(path, [])
     assert "did you mean `llama`?" in caught.value.hint
+    assert "model: missing" not in caught.value.message
+    config.pop("model_type")
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    with pytest.raises(UserInputError, match="has no model_type") as caught:
+        load_recipe(path, [])
+    assert "add `model`" not in caught.value.hint
 
 
 def test_no_yaml_says_where(tmp_path: Path) -> None:
