@@ -236,8 +236,7 @@ class LayerModel:
             ring_f, ring_b = self._sequence_axis(layout, attention)
             forward, backward = forward + ring_f, backward + ring_b
         if experts and layout.ep > 1:
-            # Its ranks are neighbours among those of dp and sp.
-            link = hw.link(layout.ep, tp)
+            link = hw.link(layout.ep, tp * sp)
             size = layout.tokens * s.hidden * e * s.experts_per_token / tp
             exchange = (layout.ep - 1) / layout.ep * size / link.bandwidth * _IMBALANCE + 4 * link.latency
             forward, backward = forward + 2 * exchange, backward + 2 * exchange

@@ -36,7 +36,7 @@ def _inner_group(best: Layout, rival: Layout) -> tuple[int, int, str]:
     groups = (
         (rival.tp, 1, "tp", best.tp),
         (rival.sp, rival.tp, "sequence", best.sp),
-        (rival.ep, rival.tp, "expert", best.ep),
+        (rival.ep, rival.tp * rival.sp, "expert", best.ep),
     )
     used = [group for group in groups if group[0] > 1] or [groups[0]]
     size, stride, what, _ = next((group for group in used if group[0] > group[3]), used[0])

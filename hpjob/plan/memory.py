@@ -84,6 +84,7 @@ class MemoryModel:
         self.is_cpu = is_cpu
         self._parts: dict[tuple[object, ...], _Part] = {}
         self._kept: dict[tuple[object, ...], float] = {}
+        self._held: dict[tuple[Layout, tuple[int, ...]], list[list[float]]] = {}
 
     def rank(self, layout: Layout, pp_rank: int) -> RankBytes:
         """Return the bytes of the ranks of one pipeline stage by kind."""
@@ -107,13 +108,24 @@ class MemoryModel:
             zeros: ZeRO stages.
             policies: Recomputation and its every k-th layer.
         """
-        staged = [layout._replace(zero=zero) for zero in zeros]
         ranks = [(rank, self._part(layout, rank)) for rank in self._full_ranks(layout)]
-        states = [[sum(self._states(part, one)) + self._fixed(one) for one in staged] for _, part in ranks]
+        states = self._known_states(layout, tuple(zeros), ranks)
         for recompute, k in policies:
             tried = layout._replace(recompute=recompute, every_kth=k)
             kept = [self.habits.fragmentation * sum(self._activations(part, tried, rank)) for rank, part in ranks]
-            yield [max(s[z] + a for s, a in zip(states, kept, strict=True)) for z in range(len(staged))]
+            yield [max(s[z] + a for s, a in zip(states, kept, strict=True)) for z in range(len(zeros))]
+
+    def _known_states(
+        self, layout: Layout, zeros: tuple[Literal[0, 1, 2, 3], ...], ranks: list[tuple[int, _Part]]
+    ) -> list[list[float]]:
+        """Bytes of states and context by rank and ZeRO stage; activations and a third microbatch change none."""
+        kept = layout._replace(microbatch=0, num_microbatches=min(3, layout.num_microbatches), sequence_mode=None)
+        found = self._held.get((kept, zeros))
+        if found is None:
+            staged = [layout._replace(zero=zero) for zero in zeros]
+            found = [[sum(self._states(part, one)) + self._fixed(one) for one in staged] for _, part in ranks]
+            self._held[kept, zeros] = found
+        return found
 
     def _full_ranks(self, layout: Layout) -> tuple[int, ...]:
         """Pipeline ranks of which one is the fullest.

@@ -58,6 +58,9 @@ def explain_choice(
         for label, field, value in _AXES
         if _is_fixed(problem.settings, field) and (label != "ep" or problem.shape.num_experts)
     ]
+    if best.layout.pp == 1 and problem.settings.pp_style not in ("auto", "1f1b"):
+        fixed = [words for words in fixed if not words.startswith("schedule")]
+        fixed.append(f"schedule {problem.settings.pp_style} (of no effect: pp 1 is no pipeline)")
     reasons = [f"fixed by the recipe: {', '.join(fixed)}"] if fixed else []
     reasons.append(f"links: {island_words(problem.hardware)}")
     for label, field, value in _AXES:

@@ -118,7 +118,7 @@ class _Search:
         self._count: Counter[tuple[int, int, int, int]] = Counter()
         self._missed: dict[tuple[object, ...], tuple[Layout, float]] = {}
         self.best_s = float("inf")
-        self._too_large: dict[Layout, int] = {}
+        self._too_large: dict[tuple[Layout, int], int] = {}
         """Smallest microbatch that does not fit: a larger one never needs less memory."""
 
     def wants_more(self, base: Layout) -> bool:
@@ -131,7 +131,7 @@ class _Search:
         zeros = [
             zero
             for zero in zero_stages(self.problem.settings, base)
-            if self._too_large.get(kind._replace(zero=zero), base.microbatch) >= base.microbatch
+            if self._too_large.get((kind, zero), base.microbatch) >= base.microbatch
         ]
         still_open = set(range(len(zeros)))
         totals = self.problem.runtime.memory_model(base).totals(base, zeros, self.policies)
@@ -147,7 +147,7 @@ class _Search:
             if not still_open:
                 return
         for position in still_open:
-            self._too_large[kind._replace(zero=zeros[position])] = base.microbatch
+            self._too_large[kind, zeros[position]] = base.microbatch
 
     def _keep(self, layout: Layout, gib: float) -> None:
         candidate = _priced(self.problem, layout, gib)

@@ -202,6 +202,12 @@ def test_links_say_how_many_gpus_share_what_leaves_a_node() -> None:
     assert link_words(hardware, 8, 1).endswith("GB/s a GPU")
 
 
+def test_a_fixed_schedule_without_a_pipeline_is_said_to_have_no_effect() -> None:
+    plan = _plan("7b", 1, "hgx-h100", "parallel.pp_size=1", "parallel.pp_style=zbv")
+    assert "schedule zbv (of no effect: pp 1 is no pipeline)" in plan.reasons[0]
+    assert "schedule 1f1b" not in plan.reasons[0]
+
+
 def test_pictures_need_a_folder(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     place = ["--machine", "hgx-h100", "--pictures", str(tmp_path / "file")]
