@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 from collections import Counter
 from dataclasses import dataclass, replace
+from typing import Literal
 
 from hpjob.plan.enumeration import legal_bases, recompute_policies, zero_stages
 from hpjob.plan.layout import Layout
@@ -12,6 +13,7 @@ from hpjob.plan.legality import unsupported_layout
 from hpjob.plan.memory import GIB
 from hpjob.plan.problem import Problem
 from hpjob.plan.step_time import StepTime
+from hpjob.recipe.model import RecomputePolicy
 
 _HOPELESS = 1.3
 """Times the usable memory: layouts above it are no neighbours of a plan that fits."""
@@ -138,12 +140,11 @@ class _Search:
         for (recompute, k), of_zero in zip(self.policies, totals, strict=True):
             for position in sorted(still_open):
                 gib = of_zero[position] / GIB
-                layout = base._replace(zero=zeros[position], recompute=recompute, every_kth=k)
                 if gib <= self.limit_gib:
-                    self._keep(layout, gib)
+                    self._keep(base._replace(zero=zeros[position], recompute=recompute, every_kth=k), gib)
                     still_open.remove(position)
                 elif gib <= _HOPELESS * self.limit_gib:
-                    self._miss(layout, gib)
+                    self._miss(base, zeros[position], (recompute, k), gib)
             if not still_open:
                 return
         for position in still_open:
@@ -157,11 +158,12 @@ class _Search:
         if candidate.supported:
             self.best_s = min(self.best_s, candidate.time.step)
 
-    def _miss(self, layout: Layout, gib: float) -> None:
+    def _miss(self, base: Layout, zero: Literal[0, 1, 2, 3], policy: tuple[RecomputePolicy, int], gib: float) -> None:
         """Note the layout that misses the memory by least, of every degree, ZeRO stage, policy and size."""
-        key = (layout.tp, layout.pp, layout.sp, layout.ep, layout.zero, layout.microbatch, layout.recompute)
+        recompute, k = policy
+        key = (base.tp, base.pp, base.sp, base.ep, zero, base.microbatch, recompute)
         if key not in self._missed or gib < self._missed[key][1]:
-            self._missed[key] = (layout, gib)
+            self._missed[key] = (base._replace(zero=zero, recompute=recompute, every_kth=k), gib)
 
     def near_misses(self) -> list[Candidate]:
         """Return what a little more memory would allow, as far as it could be faster than what fits."""

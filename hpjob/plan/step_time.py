@@ -63,7 +63,8 @@ class StepModel:
             busy, idle_free, span, comm, first = self._pipeline(layout, simulate=True)
         else:
             # Layouts that differ only in ZeRO 0 to 2 come one after the other and share all this.
-            key = layout._replace(zero=layout.zero if layout.zero == 3 or self.layers.zero_matters else 0)
+            shares = layout.zero in (1, 2) and not self.layers.zero_matters
+            key = layout._replace(zero=0) if shares else layout
             if self._last is None or self._last[0] != key:
                 self._last = (key, self._pipeline(layout, simulate=False))
             busy, idle_free, span, comm, first = self._last[1]
