@@ -38,9 +38,8 @@ def changes(
     problem: Problem, best: Candidate, candidates: list[Candidate], limit_gib: float, num_nodes: int
 ) -> tuple[Change, ...]:
     """Return what single changes bring, each computed; those that have no plan are said to have none."""
-    found = [
-        _nodes(problem, best, limit_gib, num_nodes, count) for count in (num_nodes - 1, num_nodes + 1, 2 * num_nodes)
-    ]
+    counts = dict.fromkeys((num_nodes - 1, num_nodes + 1, 2 * num_nodes))  # of one node, two is both of the latter
+    found = [_nodes(problem, best, limit_gib, num_nodes, count) for count in counts]
     found.append(_memory(best, candidates, limit_gib))
     found += [_recompute(problem, best, limit_gib, faster) for faster in (True, False)]
     return tuple(change for change in found if change is not None)
