@@ -43,5 +43,6 @@ def export(
         document = {"version": 1, "run": found.name, "step": result.step, "folder": str(result.folder)}
         typer.echo(json.dumps(document | {"dtype": result.dtype, "size_bytes": result.size_bytes}, indent=2))
         return
-    size = f"{result.size_bytes / 1e9:.2f} GB of {result.dtype} weights"
-    typer.echo(f"{result.folder}: step {result.step} of {found.name}, {size}")
+    gigabytes = result.size_bytes / 1e9
+    size = f"{gigabytes:.2f} GB" if gigabytes >= 0.1 else f"{gigabytes * 1e3:.2f} MB"
+    typer.echo(f"{result.folder}: step {result.step} of {found.name}, {size} of {result.dtype} weights")

@@ -49,7 +49,9 @@ def forget(
     from hpjob.core.hostlist import expand
     from hpjob.slurm.bad_nodes import remembered_clusters
 
-    if bool(nodes) == everything:
+    if nodes and everything:
+        raise UserInputError("names of nodes and --all exclude each other", hint="give one of them")
+    if not nodes and not everything:
         raise UserInputError("which nodes?", hint="name nodes, or give --all")
     wanted = None if everything else [name for text in nodes for name in expand(text)]
     forgotten = [name for memory in remembered_clusters() for name in memory.forget(wanted)]

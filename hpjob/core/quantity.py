@@ -9,10 +9,10 @@ from __future__ import annotations
 import re
 
 _UNIT_S = {"s": 1, "m": 60, "min": 60, "h": 3600, "d": 86400}
-_SUFFIXED = re.compile(r"(?:\d+(?:\.\d+)?\s*(?:min|[smhd])\s*)+")
-_SUFFIXED_PART = re.compile(r"(\d+(?:\.\d+)?)\s*(min|[smhd])")
-_SLURM_DAYS = re.compile(r"(\d+)-(\d{1,2})(?::(\d{1,2}))?(?::(\d{1,2}))?")
-_CLOCK = re.compile(r"(\d+):(\d{2}):(\d{2})")
+_SUFFIXED = re.compile(r"(?:\d+(?:\.\d+)?\s*(?:min|[smhd])\s*)+", re.ASCII)
+_SUFFIXED_PART = re.compile(r"(\d+(?:\.\d+)?)\s*(min|[smhd])", re.ASCII)
+_SLURM_DAYS = re.compile(r"(\d+)-(\d{1,2})(?::(\d{1,2}))?(?::(\d{1,2}))?", re.ASCII)
+_CLOCK = re.compile(r"(\d+):(\d{2}):(\d{2})", re.ASCII)
 
 
 def parse_duration_s(value: object) -> int:

@@ -100,12 +100,15 @@ def read_outcome(attempt: AttemptDir) -> Outcome | None:
     document = read_json(attempt.outcome)
     if document is None or "kind" not in document:
         return None
-    return Outcome(
-        kind=str(document["kind"]),
-        step=int(document.get("step") or 0),
-        reason=str(document.get("reason") or ""),
-        time=document.get("time"),
-    )
+    try:
+        return Outcome(
+            kind=str(document["kind"]),
+            step=int(document.get("step") or 0),
+            reason=str(document.get("reason") or ""),
+            time=None if document.get("time") is None else float(document["time"]),
+        )
+    except (TypeError, ValueError):
+        return None
 
 
 def read_failures(attempt: AttemptDir) -> list[Failure]:
@@ -115,20 +118,25 @@ def read_failures(attempt: AttemptDir) -> list[Failure]:
         document = read_json(path)
         if document is None or "rank" not in document:
             continue
-        found.append(
-            Failure(
-                rank=int(document["rank"]),
-                node=str(document.get("node") or "?"),
-                time=float(document.get("time") or path.stat().st_mtime),
-                kind=document.get("kind", "exception"),
-                exception=document.get("exception"),
-                message=str(document.get("message") or ""),
-                traceback=document.get("traceback"),
-                step=document.get("step"),
-                reported_by=document.get("reported_by"),
-            )
-        )
+        try:
+            found.append(_failure(document, path.stat().st_mtime))
+        except (TypeError, ValueError):
+            continue
     return sorted(found, key=lambda failure: failure.time)
+
+
+def _failure(document: Mapping[str, Any], written_at: float) -> Failure:
+    return Failure(
+        rank=int(document["rank"]),
+        node=str(document.get("node") or "?"),
+        time=float(document.get("time") or written_at),
+        kind=document.get("kind", "exception"),
+        exception=document.get("exception"),
+        message=str(document.get("message") or ""),
+        traceback=document.get("traceback"),
+        step=document.get("step"),
+        reported_by=document.get("reported_by"),
+    )
 
 
 def first_failure(failures: Iterable[Failure]) -> Failure | None:

@@ -13,20 +13,28 @@ from hpjob.plan.shape import shape_of
 from hpjob.plan.site import Site, SiteLayer, load_site
 from hpjob.recipe.model import Recipe
 
+_ELSEWHERE = "name a file in a folder of yours"
+
 
 def refuse_site(path: str, plan: Plan) -> None:
     """Refuse before anything runs what could not be written, or would say nothing of a plain layer.
 
     Raises:
         UserInputError: Some layers are recomputed and others not, or the file holds something else.
+        EnvironmentProblemError: The folder of the file is not there and cannot be made.
     """
     if plan.recompute == "selective" or plan.recompute_every_kth_layer > 1 or plan.recompute_layers_per_stage:
         raise UserInputError(
             "the time of a plain layer cannot be told from stages that recompute parts of it",
             hint="rehearse with --set parallel.gradient_checkpoint_config.policy=none (or full), or without --site",
         )
-    if Path(path).expanduser().exists():
+    file = Path(path).expanduser()
+    if file.exists():
         load_site(path)
+    try:
+        file.parent.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise EnvironmentProblemError(f"site file {path}: {error}", hint=_ELSEWHERE) from None
 
 
 def layers_of(plan: Plan, recipe: Recipe, reports: Sequence[RankRehearsal]) -> list[SiteLayer]:
@@ -81,7 +89,7 @@ def add_to_site(path: str, layers: Sequence[SiteLayer], note: str) -> None:
         file.parent.mkdir(parents=True, exist_ok=True)
         file.write_text(yaml_text.dump(site.model_dump(mode="json", exclude_none=True)), encoding="utf-8")
     except OSError as error:
-        raise EnvironmentProblemError(f"site file {path}: {error}", hint="name a file in a folder of yours") from None
+        raise EnvironmentProblemError(f"site file {path}: {error}", hint=_ELSEWHERE) from None
 
 
 def _sizes(layer: SiteLayer) -> tuple[object, ...]:

@@ -159,6 +159,13 @@ def _attempt(files: AttemptDir) -> Attempt | None:
     document = read_json(files.attempt_json)
     if document is None:
         return None
+    try:
+        return _read_attempt(files, document)
+    except (TypeError, ValueError):  # values of another type than ever written
+        return None
+
+
+def _read_attempt(files: AttemptDir, document: dict[str, Any]) -> Attempt:
     end = read_json(files.end) or {}
     events = read_json_lines(files.events)
     return Attempt(
@@ -172,7 +179,7 @@ def _attempt(files: AttemptDir) -> Attempt | None:
         outcome=read_outcome(files),
         decision=end.get("decision"),
         reason=str(end.get("reason") or ""),
-        ended_at=end.get("time"),
+        ended_at=None if end.get("time") is None else float(end["time"]),
         failures=tuple(read_failures(files)),
         phase=str(events[-1]["event"]) if events and "event" in events[-1] else None,
         save_problem=_save_problem(events),

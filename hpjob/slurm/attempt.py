@@ -12,12 +12,15 @@ import argparse
 import logging
 import signal
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 
 from hpjob.core.errors import ExitCode, HpjobError
 from hpjob.core.run_dir import AttemptDir, RunDir
 
 logger = logging.getLogger("hpjob")
+_STOP_SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2)
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -25,7 +28,9 @@ def main(arguments: list[str] | None = None) -> int:
     logging.basicConfig(stream=sys.stderr, level=logging.INFO, format="%(name)s: %(message)s")
     options = _parser().parse_args(arguments)
     try:
-        sys.stdout.write(_run(options) + "\n")
+        with nullcontext() if options.action == "begin" else _stop_signals_ignored():
+            sys.stdout.write(_run(options) + "\n")
+            sys.stdout.flush()
     except HpjobError as error:
         logger.error("%s", error.message)
         logger.error("hint: %s", error.hint)
@@ -44,9 +49,6 @@ def _run(options: argparse.Namespace) -> str:
 
         attempt = begin_on_slurm(run)
         return str(attempt.path) if attempt is not None else ""
-    # When Slurm ends the whole job it may send TERM to this process too; the decision must still be made.
-    for number in (signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2):
-        signal.signal(number, signal.SIG_IGN)
     if options.action == "orphaned":
         from hpjob.slurm.orphan import requeue_orphan  # noqa: PLC0415
 
@@ -54,6 +56,17 @@ def _run(options: argparse.Namespace) -> str:
     from hpjob.slurm.attempt_end import end_attempt  # noqa: PLC0415
 
     return end_attempt(run, AttemptDir(options.attempt_dir), options.exit_code)
+
+
+@contextmanager
+def _stop_signals_ignored() -> Iterator[None]:
+    """When Slurm ends the whole job it may send TERM to this process too; the decision must still be made."""
+    before = {number: signal.signal(number, signal.SIG_IGN) for number in _STOP_SIGNALS}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
 
 
 def _parser() -> argparse.ArgumentParser:

@@ -40,6 +40,6 @@ def test_nodes_are_shown_and_taken_back(cli: Cli) -> None:
 
 
 def test_forgetting_what_is_not_known(cli: Cli) -> None:
-    for arguments in (("forget", "n9"), ("forget",)):
+    for arguments in (("forget", "n9"), ("forget",), ("forget", "n9", "--all")):
         result = cli("nodes", *arguments)
         assert result.code == 2 and "hint: " in result.err

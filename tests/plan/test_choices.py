@@ -88,6 +88,14 @@ def test_every_axis_has_its_reason_and_the_changes_are_computed(plans: dict[str,
     assert any("GiB more a GPU" in name or "recompute" in name for name in changes)
 
 
+def test_one_node_more_and_twice_the_nodes_are_told_once() -> None:
+    changes = [
+        change.change
+        for change in make_plan(load_recipe("tiny", ["parallel.num_microbatches=auto"]), _nodes("cpu", 1)).changes
+    ]
+    assert changes.count("2 nodes") == 1
+
+
 def test_more_nodes_as_promised(plans: dict[str, Plan]) -> None:
     promised = next(change for change in plans["dgx-a100-80g"].changes if change.change == "8 nodes")
     planned = make_plan(load_recipe("70b", []), _nodes("dgx-a100-80g", 8))

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from hpjob.core.errors import UserInputError
+from hpjob.core.errors import EnvironmentProblemError, UserInputError
 from hpjob.plan.model import Plan
 from hpjob.plan.planner import make_plan
 from hpjob.plan.rehearsal import RankRehearsal, StageTiming
@@ -99,3 +99,5 @@ def test_what_cannot_be_told_is_refused_before_it_runs(recipe: Recipe, tmp_path:
     broken.write_text("version: 1\nlayer: []\n", encoding="utf-8")
     with pytest.raises(UserInputError, match="layer"):
         refuse_site(str(broken), plan)
+    with pytest.raises(EnvironmentProblemError, match="site file"):
+        refuse_site(str(broken / "below" / "site.yaml"), plan)  # its folder would lie in a file

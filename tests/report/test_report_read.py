@@ -61,6 +61,20 @@ def test_a_damaged_run_shows_what_is_left(tmp_path: Path) -> None:
     assert record.seconds_left is None
 
 
+def test_values_of_another_type_are_left_out(tmp_path: Path) -> None:
+    run = make_run(tmp_path / "run").run
+    first, second = begin(run, 0), begin(run, 1)
+    write_json(first.attempt_json, {"index": "q", "started_at": "zz", "hostnames": 4})
+    write_json(second.outcome, {"kind": "weird", "step": "x", "time": []})
+    second.failures.mkdir(exist_ok=True)
+    write_json(second.failures / "rank-00000.json", {"rank": "a", "time": None})
+    write_json(second.failures / "rank-00001.json", {"rank": 1, "node": "n1"})
+    attempts = read_run(run.path).attempts
+    assert [attempt.files.path.name for attempt in attempts] == ["0001"]
+    assert attempts[0].outcome is None
+    assert [failure.rank for failure in attempts[0].failures] == [1]
+
+
 def test_an_empty_folder(tmp_path: Path) -> None:
     record = read_run(tmp_path)
     assert (record.steps, record.attempts, record.checkpoint_step, record.last_step) == ((), (), 0, None)

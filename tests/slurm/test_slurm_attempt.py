@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import json
-import signal
 import time
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -31,15 +29,6 @@ def run(tmp_path: Path, fake_slurm: FakeSlurm, monkeypatch: pytest.MonkeyPatch) 
     for name, value in (("SLURM_JOB_ID", "7"), ("SLURM_JOB_NODELIST", "n[1-2]"), ("SLURM_JOB_PARTITION", "batch")):
         monkeypatch.setenv(name, value)
     return prepared.run
-
-
-@pytest.fixture(autouse=True)
-def signal_handlers() -> Iterator[None]:
-    """`end` ignores stop signals, which processes started by later tests would inherit."""
-    before = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2)}
-    yield
-    for number, handler in before.items():
-        signal.signal(number, handler)
 
 
 def begin(run: RunDir, capsys: pytest.CaptureFixture[str]) -> AttemptDir:

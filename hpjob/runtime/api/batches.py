@@ -41,6 +41,8 @@ def to_batch(given: Any, seq_length: int) -> Batch:
             f"a batch has {', '.join(map(repr, unknown))}, which no decoder takes",
             hint=f"did you mean {guess!r}?" if guess else _HINT,
         )
+    if tensors["input_ids"].is_floating_point():
+        raise UserInputError("batch['input_ids'] are floating-point numbers", hint="give token numbers as integers")
     ids = tensors["input_ids"].long()
     for key, value in tensors.items():
         if value.shape != ids.shape or ids.dim() != 2:

@@ -166,7 +166,16 @@ class HybridModel:
         save(state, checkpoint_id=Path(path))
 
     def load_checkpoint(self, path: str | Path) -> None:
-        """Load what :meth:`save_checkpoint` saved, from whatever layout. A collective of all ranks."""
+        """Load what :meth:`save_checkpoint` saved, from whatever layout. A collective of all ranks.
+
+        Raises:
+            UserInputError: There is no checkpoint.
+        """
+        if not (Path(path) / ".metadata").is_file():
+            raise UserInputError(
+                f"{path} holds no checkpoint",
+                hint="give the folder that model.save_checkpoint wrote, as all ranks see it",
+            )
         state = self.engine.state_dict()
         step = torch.tensor(0)
         load({**state, _STEP: step}, checkpoint_id=Path(path))

@@ -89,6 +89,8 @@ def misuse(settings: dict[str, Any], folder: Path, what: str) -> None:
         model.train_step({**part, "attention_mask": mask})
     elif what == "no-scalar":
         plugin.execute_pipeline(iter([part]), model, lambda outputs, _: outputs.logits, optimizer)
+    elif what == "no-checkpoint":
+        model.load_checkpoint(folder / "nowhere")
 
 
 def save_and_load(settings: dict[str, Any], other: dict[str, Any], folder: Path, to: Path) -> list[float]:

@@ -53,3 +53,8 @@ def test_what_does_not_fit_is_said(given: Any, sentence: str) -> None:
     with pytest.raises(UserInputError) as caught:
         to_batch(given, 6)
     assert sentence in caught.value.message
+
+
+def test_token_numbers_are_whole() -> None:
+    with pytest.raises(UserInputError, match="floating-point"):
+        to_batch({"input_ids": IDS.float()}, 4)

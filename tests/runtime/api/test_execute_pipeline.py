@@ -134,6 +134,7 @@ def test_the_model_itself_gives_the_logits_of_transformers(
         ("unused-gradients", "the gradients of the last batch were not used"),
         ("left-padding", "hides tokens before others"),
         ("no-scalar", "the criterion returned Tensor of shape"),
+        ("no-checkpoint", "holds no checkpoint"),
     ],
 )
 def test_misuse_says_what_to_do(pool: ProcessPool, start: tuple[Path, Any], what: str, sentence: str) -> None:
