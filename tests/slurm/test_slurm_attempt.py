@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import signal
 import time
 from pathlib import Path
 from typing import Any
@@ -29,6 +30,26 @@ def run(tmp_path: Path, fake_slurm: FakeSlurm, monkeypatch: pytest.MonkeyPatch) 
     for name, value in (("SLURM_JOB_ID", "7"), ("SLURM_JOB_NODELIST", "n[1-2]"), ("SLURM_JOB_PARTITION", "batch")):
         monkeypatch.setenv(name, value)
     return prepared.run
+
+
+def test_stop_signals_are_ignored_while_the_decision_is_made_and_not_after(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Slurm may end the job meanwhile; what this process starts later must not inherit it."""
+    numbers = (signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2)
+    before = [signal.getsignal(number) for number in numbers]
+    during: list[object] = []
+
+    def decide(*_: object) -> str:
+        during.extend(signal.getsignal(number) for number in numbers)
+        return "stop"
+
+    monkeypatch.setattr("hpjob.slurm.attempt_end.end_attempt", decide)
+    folders = ["--run-dir", str(tmp_path), "--attempt-dir", str(tmp_path)]
+    assert main(["end", *folders, "--exit-code", "1"]) == 0
+    assert during == [signal.SIG_IGN] * 3
+    assert [signal.getsignal(number) for number in numbers] == before
+    assert signal.SIG_IGN not in before
 
 
 def begin(run: RunDir, capsys: pytest.CaptureFixture[str]) -> AttemptDir:
