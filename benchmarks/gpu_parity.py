@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from math import inf
 from typing import Any
 
 from benchmarks.layouts import expert_parallel, single_axis
@@ -20,16 +22,36 @@ _MOE = "num_experts=4 num_experts_per_tok=2"
 
 
 def parity(
-    pool: ProcessPool, gpus: int, layouts: Mapping[str, str], *, steps: int, extra: str
+    pool: ProcessPool,
+    gpus: int,
+    layouts: Mapping[str, str],
+    *,
+    steps: int,
+    extra: str,
+    precisions: Sequence[str] = ("fp32", "bf16"),
+    deadline: float = inf,
 ) -> Iterator[dict[str, Any]]:
-    """Yield one record a layout and precision, each against the engine on one GPU with the same batch."""
+    """Yield one record a layout and precision, each against the engine on one GPU with the same batch.
+
+    Args:
+        pool: Of as many ranks.
+        gpus: How many there are.
+        layouts: As parity cases write them, by name; a mixture of experts comes after them.
+        steps: Of a case.
+        extra: Further settings of all cases.
+        precisions: One after the other.
+        deadline: Monotonic; no case starts later.
+    """
     families = [("llama", layout, name) for name, layout in (layouts or single_axis(gpus)).items()]
     families += [("mixtral", f"{layout} {_MOE}", name) for name, layout in expert_parallel(gpus).items()]
-    for precision in ("fp32", "bf16"):
+    for precision in precisions:
         references: dict[str, Trajectory] = {}
         for model_type, layout, name in families:
             settings = f"precision={precision} num_key_value_heads=8 {_MOE if model_type == 'mixtral' else ''} {extra}"
             record: dict[str, Any] = {"layout": name, "precision": precision}
+            if time.monotonic() > deadline:
+                yield record | {"ok": False, "reason": "out of time"}
+                continue
             try:
                 _refuse(f"{layout} {settings}", gpus, steps, model_type)
                 if model_type not in references:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from statistics import median
 from typing import Any
 
@@ -89,14 +89,20 @@ def _measured(pool: ProcessPool, name: str, case: Case, options: argparse.Namesp
         ranks = pool.run(measure_layout, case, 2, options.steps, world=case.world)
     except (WorkerError, HpjobError) as error:
         return record | {"failed": str(error)[-1500:]}
-    # The slowest rank decides a step.
+    record |= figures(ranks, case)
+    return record | _prediction(case, record["median_step_s"])
+
+
+def figures(ranks: Sequence[Mapping[str, Any]], case: Case) -> dict[str, Any]:
+    """Return speed, share of the peak and memory from what the ranks measured; the slowest rank decides a step."""
     steps = [max(seconds) for seconds in zip(*(rank["step_s"] for rank in ranks), strict=True)]
     step_s = median(steps)
-    tokens = plan.global_batch_size * plan.seq_length / case.world
+    tokens = case.plan.global_batch_size * case.plan.seq_length / case.world
     tflops = tokens / step_s * flops_per_token(case) / 1e12
-    record |= {
+    return {
         "tokens_per_gpu": tokens,
         "step_s": steps,
+        "median_step_s": step_s,
         "tokens_per_s_per_gpu": tokens / step_s,
         "tflops": tflops,
         "mfu": tflops / PEAK_TFLOPS,
@@ -106,7 +112,6 @@ def _measured(pool: ProcessPool, name: str, case: Case, options: argparse.Namesp
         "build_s": ranks[0]["build_s"],
         "loss": ranks[0]["loss"],
     }
-    return record | _prediction(case, step_s)
 
 
 def _prediction(case: Case, step_s: float) -> dict[str, Any]:

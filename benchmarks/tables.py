@@ -7,13 +7,14 @@ from typing import Any
 
 
 def multi_gpu_table(record: Mapping[str, Any]) -> str:
-    """Return parity, run checks and speed of a ``multi_gpu.py`` file as Markdown."""
-    return "\n\n".join(part for part in (_parity(record), _runs(record), _speed(record)) if part)
+    """Return parity, run checks, speed and whole models of a ``multi_gpu.py`` file as Markdown."""
+    parts = (_parity(record), _runs(record), _speed(record), _models(record), _regret(record))
+    return "\n\n".join(part for part in parts if part)
 
 
 def _parity(record: Mapping[str, Any]) -> str:
     lines = ["| layout | precision | loss | gradient | weight | |", "|---|---|---|---|---|---|"]
-    for row in record.get("parity", []):
+    for row in [*record.get("parity", []), *record.get("small", [])]:
         figures = " | ".join(_small(row.get(key)) for key in ("loss_rel", "grad_rel", "weight_rel"))
         verdict = "ok" if row["ok"] else _short(row.get("reason") or "too far")
         lines.append(f"| {row['layout']} | {row['precision']} | {figures} | {verdict} |")
@@ -63,6 +64,44 @@ def _speed(record: Mapping[str, Any]) -> str:
         )
         lines.append(f"| {' | '.join(cells)} |")
     return "\n".join(lines) if len(lines) > 2 else ""
+
+
+def _models(record: Mapping[str, Any]) -> str:
+    head = ("model", "layout", "samples/s", "tokens/s per GPU", "MFU", "GiB", "predicted", "step", "error", "share")
+    lines = [f"| {' | '.join(head)} |", "|" + "---|" * len(head)]
+    for row in record.get("models", []):
+        if "tokens_per_s_per_gpu" not in row:
+            lines.append(f"| {row['work']} | {row['layout']} | {_not_measured(row)} |" + " |" * (len(head) - 3))
+            continue
+        peaks = [gib for gib in row["peak_reserved_gib"] if gib is not None]
+        cells = (
+            row["work"],
+            f"{row['layout']} ({row['plan']}, recompute {row['recompute']})",
+            f"{row['samples_per_s']:.2f}",
+            f"{row['tokens_per_s_per_gpu']:,.0f}",
+            f"{row['mfu']:.1%}",
+            f"{max(peaks):.0f}" if peaks else "",
+            f"{row['predicted_gib']:.0f}",
+            f"{row['median_step_s']:.3f} s",
+            f"{row['predicted_error']:+.1%}",
+            f"{row['share']:.2f}",
+        )
+        lines.append(f"| {' | '.join(cells)} |")
+    return "\n".join(lines) if len(lines) > 2 else ""
+
+
+def _not_measured(row: Mapping[str, Any]) -> str:
+    if "same_as" in row:
+        return f"the same as {row['same_as']}"
+    return _short("; ".join(row["refused"]) if "refused" in row else str(row.get("failed") or row.get("skipped")))
+
+
+def _regret(record: Mapping[str, Any]) -> str:
+    lines = []
+    for row in record.get("regret", []):
+        loss = "was not measured" if row["regret"] is None else f"loses {row['regret']:.1%} to it"
+        lines.append(f"- {row['work']}: best of {row['tried']} is {row['best']}; the planner's choice {loss}")
+    return "\n".join(lines)
 
 
 def _small(value: float | None) -> str:

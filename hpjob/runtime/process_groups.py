@@ -55,9 +55,10 @@ class ProcessGroups:
     def for_messages(self, rows: Sequence[Sequence[int]], count: int) -> list[dist.ProcessGroup | None]:
         """Return groups as of :meth:`get` whose messages do not wait for one another; a collective call likewise.
 
-        Gloo's messages carry tags, so one shared group is enough for all of them.
+        Gloo's messages carry tags, so one shared group is enough for all of them; so it is in a rehearsal, where
+        nothing is sent.
         """
-        if self.device_type == "cpu":
+        if "nccl" not in dist.get_backend():
             return [self.get(rows, "layers")] * count
         # A receive that waits on a GPU occupies four of its multiprocessors then; NCCL would take up to 32.
         options = dist.ProcessGroupNCCL.Options()

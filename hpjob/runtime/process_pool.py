@@ -75,13 +75,14 @@ class ProcessPool:
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    def run(self, function: Callable[..., Any], *args: Any, world: int) -> list[Any]:
+    def run(self, function: Callable[..., Any], *args: Any, world: int, timeout_s: float | None = None) -> list[Any]:
         """Run ``function(*args)`` on ranks 0 to ``world - 1`` and return their results in rank order.
 
         Args:
             function: Importable by name; it finds an initialised default process group.
             args: Picklable, the same for all ranks.
             world: At most the size of the pool.
+            timeout_s: In place of the pool's own.
 
         Raises:
             WorkerError: A rank raised, died or took too long.
@@ -91,11 +92,12 @@ class ProcessPool:
         self._start()
         assert self._store is not None
         self._jobs += 1
-        job = (self._store.port, self._jobs, self._backend, world, self._timeout_s)
+        limit_s = self._timeout_s if timeout_s is None else timeout_s
+        job = (self._store.port, self._jobs, self._backend, world, limit_s)
         call = pickle.dumps((function, args))
         for rank in range(world):
-            self._workers[rank].connection.send((rank, job, call))
-        return self._collect(world)
+            self._send(rank, (rank, job, call))
+        return self._collect(world, limit_s)
 
     def close(self) -> None:
         """End all workers."""
@@ -125,14 +127,28 @@ class ProcessPool:
                 os.environ.pop(name) if value is None else os.environ.update({name: value})
         self._store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
 
-    def _collect(self, world: int) -> list[Any]:
+    def _send(self, rank: int, job: tuple[Any, ...]) -> None:
+        try:
+            self._workers[rank].connection.send(job)
+        except OSError:
+            code = self._exit_code(rank)
+            self.close()
+            raise WorkerError(rank, f"the process ended between two jobs with code {code}") from None
+
+    def _exit_code(self, rank: int) -> int | None:
+        process = self._workers[rank].process
+        process.join()
+        code: int | None = process.exitcode
+        return code
+
+    def _collect(self, world: int, limit_s: float) -> list[Any]:
         results: dict[int, Any] = {}
         open_ranks = {self._workers[rank].connection: rank for rank in range(world)}
         while open_ranks:
-            ready = wait(list(open_ranks), timeout=self._timeout_s)
+            ready = wait(list(open_ranks), timeout=limit_s)
             if not ready:
                 self.close()
-                raise WorkerError(min(open_ranks.values()), f"no answer within {self._timeout_s:.0f} s")
+                raise WorkerError(min(open_ranks.values()), f"no answer within {limit_s:.0f} s")
             for connection in ready:
                 rank = open_ranks.pop(connection)  # type: ignore[call-overload]
                 ok, payload = self._answer(connection, rank)  # type: ignore[arg-type]
@@ -145,10 +161,8 @@ class ProcessPool:
     def _answer(self, connection: Connection, rank: int) -> tuple[bool, Any]:
         try:
             return pickle.loads(connection.recv_bytes())  # type: ignore[no-any-return]
-        except EOFError:
-            process = self._workers[rank].process
-            process.join()
-            return False, (f"the process ended with code {process.exitcode}", None)
+        except (EOFError, OSError):
+            return False, (f"the process ended with code {self._exit_code(rank)}", None)
 
 
 def _serve(connection: Connection) -> None:

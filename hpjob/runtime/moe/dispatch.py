@@ -26,6 +26,7 @@ class Routing:
         received: Rows received from each rank.
         to_local_order: Shape (received rows,); from order of arrival to order of local experts.
         rows_per_expert: Received rows of each local expert.
+        offsets: Shape (local experts,), int32: where the rows of each end; on the device.
     """
 
     group: dist.ProcessGroup
@@ -35,6 +36,7 @@ class Routing:
     received: list[int]
     to_local_order: Tensor
     rows_per_expert: list[int]
+    offsets: Tensor
 
 
 def route(expert_indices: Tensor, num_experts: int, group: dist.ProcessGroup) -> Routing:
@@ -70,6 +72,7 @@ def route(expert_indices: Tensor, num_experts: int, group: dist.ProcessGroup) ->
         received=received,
         to_local_order=torch.argsort(expert_of_arrival, stable=True),
         rows_per_expert=[sum(counts[1][rank][expert] for rank in range(size)) for expert in range(num_local)],
+        offsets=received_counts.view(size, num_local).sum(0).cumsum(0, dtype=torch.int32),
     )
 
 

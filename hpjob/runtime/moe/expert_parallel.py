@@ -14,10 +14,10 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from hpjob.core.errors import UserInputError
-from hpjob.runtime.moe.dispatch import combine, dispatch, route
+from hpjob.runtime.moe.dispatch import Routing, combine, dispatch, route
 from hpjob.runtime.moe.grouped_linear import grouped_linear
 from hpjob.runtime.moe.tensor_parallel_edges import sum_gradients, sum_outputs
-from hpjob.runtime.weight_gradients import DeferWeightGradients, GradientTarget, WeightGradientQueue
+from hpjob.runtime.weight_gradients import GradientTarget, WeightGradientQueue
 
 
 class ExpertParallelExperts(nn.Module):
@@ -74,14 +74,14 @@ class ExpertParallelExperts(nn.Module):
             )
         routing = route(top_k_index, self.num_experts, self._group)
         rows = dispatch(hidden_states, routing)
-        counts = routing.rows_per_expert
-        gate, up = grouped_linear(rows, self.gate_up_proj, counts, self._defer(self.gate_up_proj)).chunk(2, dim=-1)
-        rows = grouped_linear(self.act_fn(gate) * up, self.down_proj, counts, self._defer(self.down_proj))
+        gate, up = self._multiply(rows, self.gate_up_proj, routing).chunk(2, dim=-1)
+        rows = self._multiply(self.act_fn(gate) * up, self.down_proj, routing)
         out = combine(rows, top_k_weights, routing)
         return out if self._tp_group is None else sum_outputs(out, self._tp_group)
 
-    def _defer(self, parameter: nn.Parameter) -> DeferWeightGradients | None:
-        return None if self.queue is None else self.queue.defer_for([GradientTarget(parameter)])
+    def _multiply(self, rows: Tensor, parameter: nn.Parameter, routing: Routing) -> Tensor:
+        defer = None if self.queue is None else self.queue.defer_for([GradientTarget(parameter)])
+        return grouped_linear(rows, parameter, routing.rows_per_expert, defer, routing.offsets)
 
 
 def expert_modules(module: nn.Module) -> Iterator[tuple[Any, str, Any]]:

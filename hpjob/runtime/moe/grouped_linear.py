@@ -24,7 +24,8 @@ def can_group(rows: Tensor, weight: Tensor) -> bool:
 @dataclass(frozen=True, kw_only=True)
 class _Groups:
     rows_per_expert: list[int]
-    is_fused: bool
+    offsets: Tensor | None
+    """Where the fused product finds each expert's rows; None = a loop."""
     defer: DeferWeightGradients | None
 
 
@@ -51,30 +52,34 @@ class _GroupedLinear(torch.autograd.Function):
         return grad_rows, _weight_gradient(grad, rows, groups), None
 
 
-def _offsets(groups: _Groups, device: torch.device) -> Tensor:
-    return torch.tensor(groups.rows_per_expert, device=device).cumsum(0).to(torch.int32)
+def _offsets(rows_per_expert: Sequence[int], device: torch.device) -> Tensor:
+    return torch.tensor(rows_per_expert, device=device).cumsum(0, dtype=torch.int32)
 
 
 def _product(rows: Tensor, weight: Tensor, groups: _Groups) -> Tensor:
     """``rows @ weight[expert]`` for each expert's rows; weight (experts, features, outputs)."""
-    if groups.is_fused:
-        return functional.grouped_mm(rows, weight, offs=_offsets(groups, rows.device))
+    if groups.offsets is not None:
+        return functional.grouped_mm(rows, weight, offs=groups.offsets)
     parts = torch.split(rows, groups.rows_per_expert)
     return torch.cat([part @ expert for part, expert in zip(parts, weight.unbind(0), strict=True)])
 
 
 def _weight_gradient(grad: Tensor, rows: Tensor, groups: _Groups) -> Tensor:
     """``grad.T @ rows`` for each expert's rows; (experts, outputs, features)."""
-    if groups.is_fused:
-        product = functional.grouped_mm(grad.transpose(0, 1), rows, offs=_offsets(groups, rows.device))
-        is_empty = torch.tensor([count == 0 for count in groups.rows_per_expert], device=rows.device)
+    if groups.offsets is not None:
+        product = functional.grouped_mm(grad.transpose(0, 1), rows, offs=groups.offsets)
+        is_empty = groups.offsets.diff(prepend=groups.offsets.new_zeros(1)) == 0
         return product.masked_fill(is_empty[:, None, None], 0)
     pairs = zip(torch.split(grad, groups.rows_per_expert), torch.split(rows, groups.rows_per_expert), strict=True)
     return torch.stack([grad_part.t() @ part for grad_part, part in pairs])
 
 
 def grouped_linear(
-    rows: Tensor, weight: Tensor, rows_per_expert: Sequence[int], defer: DeferWeightGradients | None = None
+    rows: Tensor,
+    weight: Tensor,
+    rows_per_expert: Sequence[int],
+    defer: DeferWeightGradients | None = None,
+    offsets: Tensor | None = None,
 ) -> Tensor:
     """``rows @ weight[expert].T`` for each expert's rows.
 
@@ -83,11 +88,15 @@ def grouped_linear(
         weight: Shape (experts, outputs, features). Experts without rows get gradients of zero.
         rows_per_expert: Sums to the number of rows.
         defer: Receives the computation of the weight gradient instead of autograd.
+        offsets: Sums of ``rows_per_expert`` up to and with each expert, int32, where the rows are. Without them a
+            fused product sends them there, for which the host waits until the device has done all that came before.
 
     Returns:
         Shape (rows, outputs).
     """
     is_fused = rows.shape[0] > 0 and can_group(rows, weight)
-    groups = _Groups(rows_per_expert=list(rows_per_expert), is_fused=is_fused, defer=defer)
+    if is_fused and offsets is None:
+        offsets = _offsets(rows_per_expert, rows.device)
+    groups = _Groups(rows_per_expert=list(rows_per_expert), offsets=offsets if is_fused else None, defer=defer)
     result: Tensor = _GroupedLinear.apply(rows, weight, groups)  # type: ignore[no-untyped-call]
     return result

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import threading
 
 import pytest
 import torch
@@ -32,6 +33,11 @@ def die_on(rank: int) -> None:
     dist.barrier()
 
 
+def wait_on(rank: int) -> None:
+    if dist.get_rank() == rank:
+        threading.Event().wait()
+
+
 def test_worlds_of_different_size_reuse_the_processes(pool: ProcessPool) -> None:
     three = pool.run(sum_of_ranks, world=3)
     two = pool.run(sum_of_ranks, world=2)
@@ -52,6 +58,21 @@ def test_a_failure_names_its_rank_and_the_next_job_runs() -> None:
 def test_a_dead_worker_is_reported() -> None:
     with ProcessPool(2, timeout_s=60) as own, pytest.raises(WorkerError, match="ended with code 7"):
         own.run(die_on, 1, world=2)
+
+
+def test_a_worker_that_died_between_two_jobs_is_reported_and_replaced() -> None:
+    with ProcessPool(2, timeout_s=60) as own:
+        own.run(sum_of_ranks, world=2)
+        own._workers[1].process.kill()
+        own._workers[1].process.join()
+        with pytest.raises(WorkerError, match=r"with code -9"):
+            own.run(sum_of_ranks, world=2)
+        assert [total for total, _ in own.run(sum_of_ranks, world=2)] == [1, 1]
+
+
+def test_a_job_may_have_less_time_than_the_pool() -> None:
+    with ProcessPool(2, timeout_s=600) as own, pytest.raises(WorkerError):
+        own.run(wait_on, 1, world=2, timeout_s=3.0)
 
 
 def test_a_world_larger_than_the_pool_is_refused(pool: ProcessPool) -> None:

@@ -246,6 +246,7 @@ def order_and_messages(group: dist.ProcessGroup) -> tuple[list[int], int, int]:
     with mock.patch.object(dist, "all_to_all_single", counting):
         routing = route(experts, 4, group)
         rows = dispatch(tokens, routing)
+    assert routing.offsets.tolist() == torch.tensor(routing.rows_per_expert).cumsum(0).tolist()
     start, keys = 0, []
     for expert, count in enumerate(routing.rows_per_expert):
         keys += [1000 * (rank * 4 // size + expert) + int(row) for row in rows[start : start + count, 0]]

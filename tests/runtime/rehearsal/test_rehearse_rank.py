@@ -8,9 +8,12 @@ pytest.importorskip("torch", reason="the runtime's tests need the [train] extra"
 pytest.importorskip("transformers", reason="the runtime's tests need the [train] extra")
 
 import torch
+import torch.distributed as dist
 
 from hpjob.plan.rehearsal import RankRehearsal
 from hpjob.runtime.parity.case import parse_case
+from hpjob.runtime.process_groups import ProcessGroups
+from hpjob.runtime.rehearsal.fake_world import fake_world
 from hpjob.runtime.rehearsal.rehearse import rehearse_rank
 
 SMALL = "num_hidden_layers=4 hidden_size=32 intermediate_size=48 vocab_size=96 seq_length=16"
@@ -67,3 +70,10 @@ def test_every_kind_of_parallelism_can_be_rehearsed(text: str, rank: int, model:
     for timing in report.stages:
         assert timing.forward_s > 0 and timing.backward_s > 0
         assert (timing.weight_s is not None) == ("zbv" in text)
+
+
+def test_a_rehearsal_on_a_gpu_opens_no_real_groups_for_messages() -> None:
+    with fake_world(1, 4):
+        first, second = ProcessGroups("cuda").for_messages([[0, 1], [2, 3]], 2)
+        assert first is second and first is not None
+        assert dist.get_backend(first) == "fake"
