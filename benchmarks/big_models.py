@@ -94,11 +94,11 @@ def targets(gpus: int, *, tiny: bool, whole: bool) -> list[Target]:
     second += [Target(work=short, name=f"runner-up {place}", place=place) for place in range(1, RUNNERS_UP + 1)]
     return [
         *first,
+        *whole_batch,
         *runners_up,
         Target(work=long, name=f"sp {gpus} ring_attn", settings=ring),
         Target(work=experts, name=f"ep {gpus}", settings={"ep_size": gpus, "tp_size": 1, "pp_size": 1, "sp_size": 1}),
         *_named(dense, layouts, *others),
-        *whole_batch,
         *second,
         *_named(short, layouts, *others),
     ]

@@ -21,6 +21,7 @@ SETUP_S = {"cuda": 25.0, "cpu": 5.0}
 """Building, compiling and connecting the ranks of a layout take about so long."""
 _PATIENCE = 3.0
 """Times the expected seconds that a layout may take."""
+_LONG_STEP_S = 5.0
 _SMALL_LAYERS = 16
 Measure = Callable[..., dict[str, Any]]
 
@@ -125,13 +126,14 @@ def _described(target: Target, chosen: Chosen) -> dict[str, Any]:
 
 
 def _expected_s(chosen: Chosen, target: Target, options: argparse.Namespace) -> float:
-    warm_up, steps = _counts(target, options)
+    warm_up, steps = _counts(target, chosen, options)
     return SETUP_S[options.device] + (warm_up + steps) * chosen.predicted_s
 
 
-def _counts(target: Target, options: argparse.Namespace) -> tuple[int, int]:
-    """Steps before the timed ones, and those: a whole batch has enough microbatches to warm up in one."""
-    return (1, max(1, options.steps // 2)) if target.name == WHOLE else (2, options.steps)
+def _counts(target: Target, chosen: Chosen, options: argparse.Namespace) -> tuple[int, int]:
+    """Steps before the timed ones, and those; fewer where one step takes long."""
+    is_long = target.name == WHOLE or chosen.predicted_s > _LONG_STEP_S
+    return (1, min(2, options.steps)) if is_long else (2, options.steps)
 
 
 def _measured(
@@ -142,7 +144,7 @@ def _measured(
     options: argparse.Namespace,
     measure: Measure,
 ) -> dict[str, Any]:
-    warm_up, steps = _counts(target, options)
+    warm_up, steps = _counts(target, chosen, options)
     patience_s = max(options.patience_s, _PATIENCE * expected_s)
     began = time.monotonic()
     try:

@@ -46,7 +46,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     lines = [*options.case, *(line for path in options.grid for line in _grid(path))]
     backend = "nccl" if options.device == "cuda" else "gloo"
     outcomes: list[Outcome] = []
-    with ProcessPool(options.world, backend=backend, timeout_s=TIMEOUT_S) as pool:
+    with ProcessPool(options.world, backend=backend, timeout_s=options.timeout_s) as pool:
         for outcome in run_cases(pool, lines, steps=options.steps, model_type=options.model, broken=options.broken):
             outcomes.append(outcome)
             print(json.dumps(outcome.as_json()), flush=True)
@@ -64,6 +64,7 @@ def _options(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--model", default="llama", help="model family (default: %(default)s)")
     parser.add_argument("--world", type=int, default=8, help="processes to fill (default: %(default)s)")
     parser.add_argument("--steps", type=int, default=20, help="optimizer steps (default: %(default)s)")
+    parser.add_argument("--timeout-s", type=float, default=TIMEOUT_S, help="of one case (default: %(default)s)")
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu", help="gloo or nccl (default: %(default)s)")
     parser.add_argument(
         "--break",
