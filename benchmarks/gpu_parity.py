@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from math import inf
 from typing import Any
 
-from benchmarks.layouts import expert_parallel, single_axis
+from benchmarks.layouts import expert_parallel
 from hpjob.core.errors import HpjobError
 from hpjob.runtime.model.families import family_of
 from hpjob.runtime.parity.case import Case, parse_case
@@ -18,7 +18,6 @@ from hpjob.runtime.process_pool import ProcessPool
 from hpjob.runtime.support import refuse_unsupported
 
 _BATCH = 8
-_MOE = "num_experts=4 num_experts_per_tok=2"
 
 
 def parity(
@@ -42,12 +41,15 @@ def parity(
         precisions: One after the other.
         deadline: Monotonic; no case starts later.
     """
-    families = [("llama", layout, name) for name, layout in (layouts or single_axis(gpus)).items()]
-    families += [("mixtral", f"{layout} {_MOE}", name) for name, layout in expert_parallel(gpus).items()]
+    experts = moe(gpus)
+    families = [("llama", layout, name) for name, layout in layouts.items()]
+    families += [("mixtral", f"{layout} {experts}", name) for name, layout in expert_parallel(gpus).items()]
     for precision in precisions:
         references: dict[str, Trajectory] = {}
         for model_type, layout, name in families:
-            settings = f"precision={precision} num_key_value_heads=8 {_MOE if model_type == 'mixtral' else ''} {extra}"
+            settings = (
+                f"precision={precision} num_key_value_heads=8 {experts if model_type == 'mixtral' else ''} {extra}"
+            )
             record: dict[str, Any] = {"layout": name, "precision": precision}
             if time.monotonic() > deadline:
                 yield record | {"ok": False, "reason": "out of time"}
@@ -62,6 +64,11 @@ def parity(
                 yield record | {"ok": False, "reason": error.message}
             except RuntimeError as error:
                 yield record | {"ok": False, "reason": str(error)[-1500:]}
+
+
+def moe(gpus: int) -> str:
+    """Return the experts of a small model, at least one a GPU."""
+    return f"num_experts={max(4, gpus)} num_experts_per_tok=2"
 
 
 def _on_one_gpu(pool: ProcessPool, settings: str, steps: int, model_type: str) -> Trajectory:

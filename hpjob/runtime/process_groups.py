@@ -58,7 +58,7 @@ class ProcessGroups:
         Gloo's messages carry tags, so one shared group is enough for all of them; so it is in a rehearsal, where
         nothing is sent.
         """
-        if "nccl" not in dist.get_backend():
+        if "nccl" not in dist.get_backend_config():
             return [self.get(rows, "layers")] * count
         # A receive that waits on a GPU occupies four of its multiprocessors then; NCCL would take up to 32.
         options = dist.ProcessGroupNCCL.Options()

@@ -2,6 +2,9 @@
 
 import pytest
 
+pytest.importorskip("torch", reason="the benchmarks need the [train] extra")
+pytest.importorskip("transformers", reason="the benchmarks need the [train] extra")
+
 from benchmarks.big_models import CHOICE, Planner, dense_layouts, left_out, parity_text, shortened, targets
 from hpjob.core.errors import HpjobError
 from hpjob.plan.layout import Layout

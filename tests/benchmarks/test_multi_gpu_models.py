@@ -18,10 +18,13 @@ pytest.importorskip("transformers", reason="the benchmarks need the [train] extr
 import torch.distributed as dist
 
 from benchmarks import multi_gpu
+from benchmarks.gpu_parity import moe
+from benchmarks.layouts import expert_parallel
 from benchmarks.multi_gpu_models import models, regret
 from benchmarks.tables import multi_gpu_table
-from hpjob.runtime.parity.case import Case
+from hpjob.runtime.parity.case import Case, parse_case
 from hpjob.runtime.process_pool import ProcessPool, WorkerError
+from hpjob.runtime.support import unsupported
 
 GIB = 100.0
 
@@ -100,6 +103,13 @@ def test_regret_is_what_the_best_gains_over_the_choice() -> None:
         "tried": 2,
     }
     assert regret({"other": 103.0})["regret"] is None
+
+
+@pytest.mark.parametrize("gpus", [2, 4, 8])
+def test_the_small_mixture_has_an_expert_for_every_gpu(gpus: int) -> None:
+    for text in expert_parallel(gpus).values():
+        case = parse_case(f"{text} {moe(gpus)}", world=gpus, steps=1, model_type="mixtral")
+        assert unsupported(case.plan, case.recipe) == []
 
 
 def dies_in_a_pipeline(case: Case, warm_up: int, steps: int) -> dict[str, Any]:

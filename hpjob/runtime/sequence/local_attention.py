@@ -50,6 +50,9 @@ def local_attention(
     if mask is not None:
         position = torch.arange(q.shape[2], device=q.device)
         bias = mask.bias(position, position, q.dtype)
+        if q.device.type == "cuda" and q.shape[1] != k.shape[1]:
+            # The kernel that surely takes a bias wants as many heads; plain math would hold all scores.
+            k, v = (tensor.repeat_interleave(q.shape[1] // k.shape[1], dim=1) for tensor in (k, v))
     return functional.scaled_dot_product_attention(
         q, k, v, attn_mask=bias, is_causal=bias is None, scale=scale, enable_gqa=q.shape[1] != k.shape[1]
     )
