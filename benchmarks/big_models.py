@@ -107,13 +107,14 @@ def targets(gpus: int, *, tiny: bool, whole: bool) -> list[Target]:
 def works(gpus: int, *, tiny: bool) -> tuple[Work, Work, Work, Work]:
     """Return the dense model, the same with one long sequence, a slice of one with experts, and short sequences."""
     if tiny:
-        dense, long = _toy(64, 16 * gpus), _toy(64 * gpus, 1)
-        experts = _toy(64, 4 * gpus, num_hidden_layers=2, num_experts=gpus, num_experts_per_tok=min(2, gpus))
+        # Two stages a rank, which zbv needs.
+        layers = 2 * gpus
+        experts = {"num_experts": max(2, gpus), "num_experts_per_tok": 2}
         return (
-            Work(name="toy, 64", recipe=dense),
-            Work(name=f"toy, {64 * gpus}", recipe=long),
-            Work(name="toy with experts, 64", recipe=experts),
-            Work(name="toy, 32", recipe=_toy(32, 16 * gpus)),
+            Work(name="toy, 32", recipe=_toy(32, 4 * gpus, layers)),
+            Work(name=f"toy, {32 * gpus}", recipe=_toy(32 * gpus, 1, layers)),
+            Work(name="toy with experts, 32", recipe=_toy(32, 2 * gpus, 2, **experts)),
+            Work(name="toy, 16", recipe=_toy(16, 4 * gpus, layers)),
         )
     mixtral = [f"model.num_hidden_layers={_SLICE_LAYERS}", f"training.global_batch_size={16 * gpus}"]
     return (
@@ -156,10 +157,10 @@ def _packaged(name: str, seq: int, batch: int) -> Recipe:
     return load_recipe(name, [f"data.seq_length={seq}", f"training.global_batch_size={batch}", longest])
 
 
-def _toy(seq: int, batch: int, **model: object) -> Recipe:
+def _toy(seq: int, batch: int, layers: int, **model: object) -> Recipe:
     sizes = {
         "model_type": "mixtral" if "num_experts" in model else "llama",
-        "num_hidden_layers": 16,
+        "num_hidden_layers": layers,
         "hidden_size": 64,
         "intermediate_size": 96,
         "num_attention_heads": 8,

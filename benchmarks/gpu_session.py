@@ -2,6 +2,7 @@
 """Everything worth measuring on some GPUs in one call: steps in the order of worth, each with a limit of its own.
 
     benchmarks/gpu_session.py one --budget-s 560 --out results/one       # one GPU
+    benchmarks/gpu_session.py fp8 --budget-s 150 --out results/fp8       # one GPU, with torchao
     benchmarks/gpu_session.py two --budget-s 560 --out results/two       # two of one host
     benchmarks/gpu_session.py all --gpus 8 --budget-s 560 --out results/all
     benchmarks/gpu_session.py one --dry-run                              # prints the commands
@@ -81,8 +82,7 @@ def one_gpu() -> list[Step]:
         ),
         Step(
             name="8 layers",
-            command=f"{train} --seq 2048 --profile --variants hpjob 'hpjob, fp8' torchtitan "
-            "--out {out}/8-layers.json",
+            command=f"{train} --seq 2048 --profile --variants hpjob torchtitan --out {{out}}/8-layers.json",
             limit_s=120,
         ),
         Step(
@@ -94,9 +94,9 @@ def one_gpu() -> list[Step]:
         Step(
             name="rehearse 13B, tp 4",
             command=f"{rehearse} --nodes 1 --recipe 13b --set parallel.tp_size=4 --rank 0 --json",
-            limit_s=75,
+            limit_s=100,
         ),
-        Step(name="rehearse 70B", command=f"{rehearse} --nodes 4 --recipe 70b --rank 0 --json", limit_s=75),
+        Step(name="rehearse 70B", command=f"{rehearse} --nodes 4 --recipe 70b --rank 0 --json", limit_s=100),
         Step(
             name="rehearse Mixtral", command=f"{rehearse} --nodes 2 --recipe mixtral-8x7b --rank 0 --json", limit_s=75
         ),
@@ -107,16 +107,20 @@ def one_gpu() -> list[Step]:
             limit_s=75,
         ),
         Step(
-            name="numbers in fp8",
-            command=f"python scripts/parity.py --device cuda --world 1 --steps 40 --timeout-s 60 "
-            f"--case {shlex.quote(_FP8)}",
-            limit_s=60,
-        ),
-        Step(
             name="rehearse 70B, all stages",
             command=f"{rehearse} --nodes 4 --recipe 70b --all-stages --json",
-            limit_s=240,
+            limit_s=320,
         ),
+    ]
+
+
+def fp8() -> list[Step]:
+    """Return what one GPU can show of products in 8 bits; needs torchao, which the other steps better do without."""
+    train = "python benchmarks/gpu_train.py --rounds 2 --steps 6 --seq 2048 --variants hpjob 'hpjob, fp8'"
+    parity = "python scripts/parity.py --device cuda --world 1 --steps 40 --timeout-s 60"
+    return [
+        Step(name="8 layers", command=f"{train} --profile --out {{out}}/fp8.json", limit_s=100),
+        Step(name="numbers", command=f"{parity} --case {shlex.quote(_FP8)}", limit_s=60),
     ]
 
 
@@ -165,7 +169,8 @@ def all_gpus(gpus: int, share: float) -> list[Step]:
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run a session; exit code 1 if a step failed."""
     options = _options(arguments)
-    steps = {"one": one_gpu, "two": two_gpus}.get(options.session, lambda: all_gpus(options.gpus, options.share))()
+    sessions = {"one": one_gpu, "fp8": fp8, "two": two_gpus}
+    steps = sessions.get(options.session, lambda: all_gpus(options.gpus, options.share))()
     if options.dry_run:
         for step in steps:
             print(f"{step.name} (at most {step.limit_s:.0f} s): {step.command}")
@@ -231,7 +236,7 @@ def _end(process: subprocess.Popen[bytes]) -> None:
 
 def _options(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("session", choices=("one", "two", "all"), help="how many GPUs there are")
+    parser.add_argument("session", choices=("one", "fp8", "two", "all"), help="how many GPUs there are")
     parser.add_argument("--gpus", type=int, default=8, help="of the session 'all' (default: %(default)s)")
     parser.add_argument("--share", type=float, default=0.25, help="of the batch of 'all' (default: %(default)s)")
     parser.add_argument("--budget-s", type=float, default=560.0, help="for the whole session (default: %(default)s)")

@@ -30,6 +30,7 @@ def mixed(n: int) -> dict[str, str]:
         layouts[f"tp2 dp{n // 2} zero 1"] = f"tp_size=2 zero_stage=1 {_SG}"
         layouts[f"pp2 dp{n // 2} zero 1"] = "pp_size=2 zero_stage=1 pp_style=1f1b"
         layouts[f"tp2 dp{n // 2} zero 3"] = "tp_size=2 zero_stage=3"
+        layouts[f"dp{n} zero 2 in pairs"] = f"dp_size={n} zero_stage=2 zero_shard_size=2"
         layouts[f"sp2 ring_attn dp{n // 2}"] = f"sp_size=2 zero_stage=1 {_sp('ring_attn')}"
     if n >= 8:
         layouts[f"tp2 pp2 dp{n // 4} zero 1"] = f"tp_size=2 pp_size=2 zero_stage=1 pp_style=1f1b {_SG}"

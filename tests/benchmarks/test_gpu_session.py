@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.gpu_session import Step, all_gpus, one_gpu, run, two_gpus
+from benchmarks.gpu_session import Step, all_gpus, fp8, one_gpu, run, two_gpus
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -36,7 +36,7 @@ def test_steps_that_fail_or_hang_stop_no_other(tmp_path: Path, capsys: pytest.Ca
     assert len(capsys.readouterr().out.splitlines()) == 4
 
 
-@pytest.mark.parametrize("steps", [one_gpu(), two_gpus(), all_gpus(4, 0.125), all_gpus(8, 0.25)])
+@pytest.mark.parametrize("steps", [one_gpu(), fp8(), two_gpus(), all_gpus(4, 0.125), all_gpus(8, 0.25)])
 def test_commands_are_whole(steps: list[Step]) -> None:
     for step in steps:
         words = shlex.split(step.command)
@@ -53,7 +53,7 @@ def test_options_of_every_command_exist() -> None:
         "from scripts import parity\n"
         "parsers = {'benchmarks/multi_gpu.py': multi_gpu, 'benchmarks/gpu_train.py': gpu_train,"
         " 'scripts/parity.py': parity}\n"
-        "for step in [*s.one_gpu(), *s.two_gpus(), *s.all_gpus(8, 0.5)]:\n"
+        "for step in [*s.one_gpu(), *s.fp8(), *s.two_gpus(), *s.all_gpus(8, 0.5)]:\n"
         "    words = shlex.split(step.command.replace('{left}', '9'))\n"
         "    if words[1] in parsers:\n"
         "        parsers[words[1]]._options(words[2:])\n"
@@ -61,4 +61,4 @@ def test_options_of_every_command_exist() -> None:
     )
     done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
-    assert len(done.stdout.splitlines()) >= 9
+    assert len(done.stdout.splitlines()) >= 10
