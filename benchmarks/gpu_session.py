@@ -30,8 +30,6 @@ from typing import IO
 
 _ROOT = Path(__file__).resolve().parent.parent
 _TAIL_LINES = 4
-_LEAST_S = 10.0
-"""A step is not begun with less time than this, or half of what it wants."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -42,11 +40,13 @@ class Step:
         name: In the report.
         command: ``{out}`` is the folder of results, ``{left}`` the seconds that the step has.
         limit_s: After which it is ended.
+        least_s: It is not begun with less; None = half of the limit.
     """
 
     name: str
     command: str
     limit_s: float
+    least_s: float | None = None
 
 
 _PARITY = (
@@ -116,7 +116,8 @@ def one_gpu() -> list[Step]:
 
 def fp8() -> list[Step]:
     """Return what one GPU can show of products in 8 bits; needs torchao, which the other steps better do without."""
-    train = "python benchmarks/gpu_train.py --rounds 2 --steps 6 --seq 2048 --variants hpjob 'hpjob, fp8'"
+    # A port of its own: it may run beside another session.
+    train = "python benchmarks/gpu_train.py --port 29572 --rounds 2 --steps 6 --seq 2048 --variants hpjob 'hpjob, fp8'"
     parity = "python scripts/parity.py --device cuda --world 1 --steps 40 --timeout-s 60"
     return [
         Step(name="8 layers", command=f"{train} --profile --out {{out}}/fp8.json", limit_s=100),
@@ -162,6 +163,7 @@ def all_gpus(gpus: int, share: float) -> list[Step]:
             command=f"{command} --parts models --share {share:g} --steps 3 --patience-s 90 --budget-s {{left}} "
             "--out {out}/models.json",
             limit_s=900,
+            least_s=60,
         ),
     ]
 
@@ -192,7 +194,7 @@ def run(steps: Sequence[Step], out: Path, budget_s: float) -> int:
     with (out / "session.log").open("wb", buffering=0) as log:
         for step in steps:
             left_s = budget_s - (time.monotonic() - began)
-            if left_s < max(_LEAST_S, step.limit_s / 2):
+            if left_s < (step.limit_s / 2 if step.least_s is None else step.least_s):
                 report.append({"step": step.name, "skipped": f"only {left_s:.0f} s are left"})
             else:
                 report.append(_one(step, out, min(step.limit_s, left_s), log))

@@ -25,15 +25,17 @@ def test_steps_that_fail_or_hang_stop_no_other(tmp_path: Path, capsys: pytest.Ca
         Step(name="hangs", command=python("import threading; threading.Event().wait()"), limit_s=1),
         Step(name="writes", command=python("print(open('{out}/left', 'w').write('{left}'))"), limit_s=60),
         Step(name="too long", command=python("raise SystemExit(1)"), limit_s=3000),
+        Step(name="as long as there is time", command=python("print('{left}')"), limit_s=3000, least_s=1),
     ]
     assert run(steps, tmp_path, 1000.0) == 1
-    fails, hangs, writes, too_long = json.loads((tmp_path / "session.json").read_text())
+    fails, hangs, writes, too_long, last = json.loads((tmp_path / "session.json").read_text())
     assert (fails["exit_code"], fails["said"]) == (3, ["why"])
     assert hangs["exit_code"] == "ended after 1 s"
     assert writes["exit_code"] == 0 and float((tmp_path / "left").read_text()) == 40.0
     assert "left" in too_long["skipped"]
+    assert last["exit_code"] == 0
     assert "===== fails" in (tmp_path / "session.log").read_text()
-    assert len(capsys.readouterr().out.splitlines()) == 4
+    assert len(capsys.readouterr().out.splitlines()) == 5
 
 
 @pytest.mark.parametrize("steps", [one_gpu(), fp8(), two_gpus(), all_gpus(4, 0.125), all_gpus(8, 0.25)])
