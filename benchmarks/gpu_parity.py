@@ -62,8 +62,9 @@ def parity(
                 yield record | outcome.as_json()
             except HpjobError as error:
                 yield record | {"ok": False, "reason": error.message}
-            except RuntimeError as error:
-                yield record | {"ok": False, "reason": str(error)[-1500:]}
+            except Exception as error:
+                # Whatever is wrong with one layout, the others have their turn.
+                yield record | {"ok": False, "reason": f"{type(error).__name__}: {error}"[-1500:]}
 
 
 def moe(gpus: int) -> str:
@@ -80,7 +81,7 @@ def _on_one_gpu(pool: ProcessPool, settings: str, steps: int, model_type: str) -
 def _trajectory(records: list[RankRecord]) -> Trajectory:
     gradients, _ = assemble(part for record in records for part in record.gradients)
     weights, _ = assemble(part for record in records for part in record.weights)
-    return Trajectory(records[0].losses, gradients, weights)
+    return Trajectory(records[0].losses, records[0].skipped, gradients, weights)
 
 
 def _against(pool: ProcessPool, reference: Trajectory, text: str, gpus: int, steps: int, model_type: str) -> Outcome:
