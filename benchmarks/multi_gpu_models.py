@@ -44,7 +44,7 @@ def models(
     measured: dict[tuple[str, Layout], str] = {}
     speeds: dict[str, dict[str, float]] = {}
     for target in wanted:
-        record = {"work": target.work.name, "layout": target.name}
+        record: dict[str, Any] = {"work": target.work.name, "layout": target.name}
         try:
             chosen = planner.choose(target, options.share)
         except HpjobError as error:
