@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from functools import lru_cache
+from typing import NamedTuple
+
 from hpjob.plan.constants import Framework
 from hpjob.plan.layout import Layout
 from hpjob.plan.shape import Shape
@@ -53,3 +56,49 @@ def in_flight(layout: Layout, pp_rank: int) -> float:
     if layout.style == "zbv":
         return float(min(m, p))
     return min(m * v, 2 * (p - pp_rank - 1) + (v - 1) * p + 1) / v
+
+
+class Peak(NamedTuple):
+    """Bytes beside the layers at the peak of a rank's activations; no recomputation changes them."""
+
+    in_flight: float
+    """Microbatches that are held."""
+    stage_inputs: float
+    """Of every microbatch, beside its layers."""
+    layer_input: float
+    """All that a layer keeps that is repeated."""
+    passing: float
+    """While one layer runs backwards."""
+    embedded: float
+    logits: float
+
+    def with_layers(self, chunks: tuple[tuple[int, int], ...], kept: tuple[float, float], every_kth: int) -> tuple[float, float]:
+        """Return the bytes of activations at the peak, and of logits.
+
+        The logits are gone when the first layer runs backwards, so the larger of both comes on top of what is kept.
+
+        Args:
+            chunks: Layers with a dense MLP and with experts of every model chunk of the rank.
+            kept: What a layer with a dense MLP and one with experts keep of a microbatch.
+            every_kth: Every how many layers one is repeated; 0 = none is.
+        """
+        stored, working = self.stage_inputs, 0.0
+        for kind in (0, 1):
+            count, repeated, at_the_end = _repeated(chunks, kind, every_kth)
+            if not count:
+                continue
+            stored += (count - repeated) * kept[kind] + repeated * self.layer_input
+            # A layer that is repeated while all others are held.
+            working = max(working, kept[kind] if at_the_end else 0.0)
+        held = stored * self.in_flight + self.embedded
+        return held + max(0.0, working + self.passing - self.logits), self.logits
+
+
+@lru_cache(maxsize=4096)
+def _repeated(chunks: tuple[tuple[int, int], ...], kind: int, every_kth: int) -> tuple[int, int, bool]:
+    """Return how many layers of a kind there are, how many are repeated, and whether the last one of a chunk is."""
+    count = sum(chunk[kind] for chunk in chunks)
+    if not every_kth:
+        return count, 0, False
+    repeated = sum(-(-chunk[kind] // every_kth) for chunk in chunks)
+    return count, repeated, any(chunk[kind] and (chunk[kind] - 1) % every_kth == 0 for chunk in chunks)

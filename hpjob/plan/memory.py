@@ -11,7 +11,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from hpjob.plan.activations import in_flight, layer_activation_bytes
+from hpjob.plan.activations import Peak, in_flight, layer_activation_bytes
 from hpjob.plan.constants import Framework
 from hpjob.plan.hardware import Hardware
 from hpjob.plan.layout import Layout, stage_layers, stages_of_rank
@@ -70,8 +70,6 @@ class _Part:
     """Parameters of one rank that belong to its experts."""
     chunks: tuple[tuple[int, int], ...]
     """Layers with a dense MLP and with experts of every model chunk."""
-    layers: tuple[int, int]
-    """The same of all chunks together."""
     has_head: bool
 
 
@@ -83,7 +81,7 @@ class MemoryModel:
         self.habits = habits
         self.is_cpu = is_cpu
         self._parts: dict[tuple[object, ...], _Part] = {}
-        self._kept: dict[tuple[object, ...], float] = {}
+        self._kept: dict[tuple[object, ...], tuple[float, float]] = {}
         self._held: dict[tuple[Layout, tuple[int, ...]], list[list[float]]] = {}
 
     def rank(self, layout: Layout, pp_rank: int) -> RankBytes:
@@ -109,21 +107,28 @@ class MemoryModel:
             policies: Recomputation and its every k-th layer.
         """
         ranks = [(rank, self._part(layout, rank)) for rank in self._full_ranks(layout)]
-        states = self._known_states(layout, tuple(zeros), ranks)
+        states = self._states_of_ranks(layout, tuple(zeros))
+        whole = layout._replace(recompute="none", every_kth=1)
+        peaks = [(part, self._peak(part, whole, rank)) for rank, part in ranks]
+        kept = self._layers(whole)
         for recompute, k in policies:
-            tried = layout._replace(recompute=recompute, every_kth=k)
-            kept = [self.habits.fragmentation * sum(self._activations(part, tried, rank)) for rank, part in ranks]
-            yield [max(s[z] + a for s, a in zip(states, kept, strict=True)) for z in range(len(zeros))]
+            held = self._layers(whole._replace(recompute=recompute)) if recompute == "selective" else kept
+            each = k if recompute == "full" else 0
+            activations = [self.habits.fragmentation * sum(peak.with_layers(part.chunks, held, each)) for part, peak in peaks]
+            yield [max(s[z] + a for s, a in zip(states, activations, strict=True)) for z in range(len(zeros))]
 
-    def _known_states(
-        self, layout: Layout, zeros: tuple[Literal[0, 1, 2, 3], ...], ranks: list[tuple[int, _Part]]
-    ) -> list[list[float]]:
+    def states(self, layout: Layout, zeros: Sequence[Literal[0, 1, 2, 3]]) -> list[float]:
+        """Return the bytes of states and context of the fullest rank for every ZeRO stage, without activations."""
+        return [max(of_rank) for of_rank in zip(*self._states_of_ranks(layout, tuple(zeros)), strict=True)]
+
+    def _states_of_ranks(self, layout: Layout, zeros: tuple[Literal[0, 1, 2, 3], ...]) -> list[list[float]]:
         """Bytes of states and context by rank and ZeRO stage; activations and a third microbatch change none."""
         kept = layout._replace(microbatch=0, num_microbatches=min(3, layout.num_microbatches), sequence_mode=None)
         found = self._held.get((kept, zeros))
         if found is None:
             staged = [layout._replace(zero=zero) for zero in zeros]
-            found = [[sum(self._states(part, one)) + self._fixed(one) for one in staged] for _, part in ranks]
+            parts = [self._part(layout, rank) for rank in self._full_ranks(layout)]
+            found = [[sum(self._states(part, one)) + self._fixed(one) for one in staged] for part in parts]
             self._held[kept, zeros] = found
         return found
 
@@ -170,7 +175,7 @@ class MemoryModel:
         # Key-value heads are repeated where tp has more ranks than there are heads.
         repeated = 2.0 * s.kv_width * s.hidden * (1 / s.kv_shards(tp) - 1 / tp) if s.latent is None else 0.0
         routed = experts * s.routed_params / layout.ep / tp
-        return _Part(shared + (dense + experts) * repeated, routed, chunks, (dense, experts), has_head)
+        return _Part(shared + (dense + experts) * repeated, routed, chunks, has_head)
 
     def _states(self, part: _Part, layout: Layout) -> tuple[float, float, float]:
         shards = layout.state_shards
@@ -188,7 +193,8 @@ class MemoryModel:
             weights += 2 * largest / layout.tp * layout.element_bytes
         return weights, gradients, optimizer
 
-    def _layer(self, layout: Layout, experts: bool) -> float:
+    def _layers(self, layout: Layout) -> tuple[float, float]:
+        """Bytes that a layer with a dense MLP and one with experts keep of a microbatch."""
         key = (
             layout.tokens,
             layout.seq,
@@ -197,50 +203,40 @@ class MemoryModel:
             layout.flash,
             layout.recompute == "selective",
             layout.precision,
-            experts,
         )
         found = self._kept.get(key)
         if found is None:
-            found = self._kept[key] = layer_activation_bytes(self.shape, layout, self.habits, experts=experts)
+            dense, routed = (
+                layer_activation_bytes(self.shape, layout, self.habits, experts=experts) if count else 0.0
+                for count, experts in (
+                    (self.shape.num_layers - self.shape.num_expert_layers, False),
+                    (self.shape.num_expert_layers, True),
+                )
+            )
+            found = self._kept[key] = dense, routed
         return found
 
     def _activations(self, part: _Part, layout: Layout, pp_rank: int) -> tuple[float, float]:
-        """Bytes of activations at the peak, and of logits.
+        """Bytes of activations at the peak, and of logits."""
+        each = layout.every_kth if layout.recompute == "full" else 0
+        return self._peak(part, layout, pp_rank).with_layers(part.chunks, self._layers(layout), each)
 
-        The logits are gone when the first layer runs backwards, so the larger of both comes on top of what is kept.
-        """
+    def _peak(self, part: _Part, layout: Layout, pp_rank: int) -> Peak:
         s, e, tokens = self.shape, layout.element_bytes, layout.tokens
-        hidden = tokens * s.hidden * e
-        stored, passing = self._kept_and_repeated(part, layout, hidden)
-        if layout.pp > 1:
-            stored += self.habits.stage_buffers * hidden
-        # Gradients of the widest intermediate values while one layer runs backwards.
-        passing += tokens * e * ((2 if s.gated else 1) * max(s.ffn, s.dense_ffn) / layout.tp + 2 * s.hidden)
+        hidden = float(tokens * s.hidden * e)
         logits = 0.0
         if part.has_head:
             each = self.habits.logits_bytes if layout.precision != "fp32" else 12
             logits = tokens * -(-s.vocab // layout.tp) * each
-        kept = stored * in_flight(layout, pp_rank) + (hidden if pp_rank == 0 else 0.0)
-        return kept + max(0.0, passing - logits), logits
-
-    def _kept_and_repeated(self, part: _Part, layout: Layout, hidden: float) -> tuple[float, float]:
-        """Bytes kept of one microbatch, and of a layer that is repeated while all others are held."""
-        stored = working = 0.0
-        is_full, k = layout.recompute == "full", layout.every_kth
-        for kind in (0, 1):
-            count = part.layers[kind]
-            if not count:
-                continue
-            kept = self._layer(layout, kind == 1)
-            if not is_full:
-                stored += count * kept
-                continue
-            repeated = sum(-(-chunk[kind] // k) for chunk in part.chunks)
-            stored += (count - repeated) * kept + repeated * hidden / (layout.tp if layout.sharded_norms else 1)
-            # That layer is the last one of a chunk.
-            if any(chunk[kind] and (chunk[kind] - 1) % k == 0 for chunk in part.chunks):
-                working = max(working, kept)
-        return stored, working
+        return Peak(
+            in_flight=in_flight(layout, pp_rank),
+            stage_inputs=self.habits.stage_buffers * hidden if layout.pp > 1 else 0.0,
+            layer_input=hidden / (layout.tp if layout.sharded_norms else 1),
+            # Gradients of the widest intermediate values while one layer runs backwards.
+            passing=tokens * e * ((2 if s.gated else 1) * max(s.ffn, s.dense_ffn) / layout.tp + 2 * s.hidden),
+            embedded=hidden if pp_rank == 0 else 0.0,
+            logits=logits,
+        )
 
 
 def _dense_and_expert_layers(shape: Shape, stages: tuple[int, ...], stage: int) -> tuple[int, int]:

@@ -103,8 +103,13 @@ def _survey(problem: Problem, limit_gib: float, neighbours: bool) -> Survey:
             break
         if least_s <= _CLOSE * search.best_s or search.wants_more(base):
             search.visit(base)
+    if neighbours and (best := search.best):
+        own = best.layout
+        for _, _, base in promising:
+            if (base.tp, base.pp, base.sp, base.ep) == (own.tp, own.pp, own.sp, own.ep):
+                search.visit(base, compared=True)
     any_legal = bool(promising)
-    least = None if search.any_fits or not any_legal else _least(problem)
+    least = None if search.candidates or not any_legal else _least(problem)
     found = search.candidates + (search.near_misses() if neighbours else [])
     return Survey(_refined(problem, found, limit_gib, _FINALISTS if neighbours else _FEW), any_legal, least)
 
@@ -116,54 +121,74 @@ class _Search:
         self.problem, self.limit_gib = problem, limit_gib
         self.policies = recompute_policies(problem)
         self.candidates: list[Candidate] = []
-        self.any_fits = False
+        self.best: Candidate | None = None
+        self._kept: set[Layout] = set()
         self._count: Counter[tuple[int, int, int, int]] = Counter()
         self._missed: dict[tuple[object, ...], tuple[Layout, float]] = {}
-        self.best_s = float("inf")
         self._too_large: dict[tuple[Layout, int], int] = {}
         """Smallest microbatch that does not fit: a larger one never needs less memory."""
+
+    @property
+    def best_s(self) -> float:
+        """Seconds of the best step found so far."""
+        return self.best.time.step if self.best else float("inf")
 
     def wants_more(self, base: Layout) -> bool:
         """Whether few layouts with these degrees are known: each is compared for the reasons."""
         return self._count[base.tp, base.pp, base.sp, base.ep] < _PER_DEGREES
 
-    def visit(self, base: Layout) -> None:
-        """Price a layout for every ZeRO stage with the fastest recomputation that fits."""
-        kind = base._replace(microbatch=0, num_microbatches=0)
+    def visit(self, base: Layout, *, compared: bool = False) -> None:
+        """Price a layout for every ZeRO stage with the fastest recomputation that fits.
+
+        Args:
+            base: Its own ZeRO stage and recomputation do not matter.
+            compared: Price also what cannot be the best one.
+        """
+        kind = _but_for_its_size(base)
         zeros = [
             zero
             for zero in zero_stages(self.problem.settings, base)
             if self._too_large.get((kind, zero), base.microbatch) >= base.microbatch
         ]
+        if not zeros:
+            return
+        memory = self.problem.runtime.memory_model(base)
         still_open = set(range(len(zeros)))
-        totals = self.problem.runtime.memory_model(base).totals(base, zeros, self.policies)
-        for (recompute, k), of_zero in zip(self.policies, totals, strict=True):
-            for position in sorted(still_open):
-                gib = of_zero[position] / GIB
-                if gib <= self.limit_gib:
-                    self._keep(base._replace(zero=zeros[position], recompute=recompute, every_kth=k), gib)
-                    still_open.remove(position)
-                elif gib <= _HOPELESS * self.limit_gib:
-                    self._miss(base, zeros[position], (recompute, k), gib)
-            if not still_open:
-                return
+        # Most of what does not fit is far off with the policy that needs least, and no other need be looked at.
+        if min(next(memory.totals(base, zeros, self.policies[-1:]))) <= _HOPELESS * self.limit_gib * GIB:
+            for policy, of_zero in zip(self.policies, memory.totals(base, zeros, self.policies), strict=True):
+                for position in sorted(still_open):
+                    gib = of_zero[position] / GIB
+                    if gib <= self.limit_gib:
+                        still_open.remove(position)
+                        layout = _with(base, zeros[position], policy)
+                        if compared or self.wants_more(layout) or self._may_be_best(layout):
+                            self._keep(layout, gib)
+                    elif gib <= _HOPELESS * self.limit_gib:
+                        self._miss(_with(base, zeros[position], policy), gib)
+                if not still_open:
+                    return
         for position in still_open:
             self._too_large[kind, zeros[position]] = base.microbatch
 
+    def _may_be_best(self, layout: Layout) -> bool:
+        return self.problem.runtime.least_step(layout) <= _CLOSE * self.best_s
+
     def _keep(self, layout: Layout, gib: float) -> None:
+        if layout in self._kept:
+            return
         candidate = _priced(self.problem, layout, gib)
+        self._kept.add(layout)
         self.candidates.append(candidate)
         self._count[layout.tp, layout.pp, layout.sp, layout.ep] += 1
-        self.any_fits = True
-        if candidate.supported:
-            self.best_s = min(self.best_s, candidate.time.step)
+        if candidate.supported and (self.best is None or candidate.order < self.best.order):
+            self.best = candidate
 
-    def _miss(self, base: Layout, zero: Literal[0, 1, 2, 3], policy: tuple[RecomputePolicy, int], gib: float) -> None:
+    def _miss(self, layout: Layout, gib: float) -> None:
         """Note the layout that misses the memory by least, of every degree, ZeRO stage, policy and size."""
-        recompute, k = policy
-        key = (base.tp, base.pp, base.sp, base.ep, zero, base.microbatch, recompute)
+        key = (layout.tp, layout.pp, layout.sp, layout.ep, layout.zero, layout.microbatch, layout.recompute)
         if key not in self._missed or gib < self._missed[key][1]:
-            self._missed[key] = (base._replace(zero=zero, recompute=recompute, every_kth=k), gib)
+            self._missed[key] = (layout, gib)
 
     def near_misses(self) -> list[Candidate]:
         """Return what a little more memory would allow, as far as it could be faster than what fits."""
@@ -177,25 +202,48 @@ class _Search:
 
 def fits_somehow(problem: Problem, limit_gib: float) -> bool:
     """Whether any legal layout fits into the memory."""
-    smallest = recompute_policies(problem)[-1]
-    for base in legal_bases(problem):
-        for zero in reversed(zero_stages(problem.settings, base)):
-            layout = base._replace(zero=zero, recompute=smallest[0], every_kth=smallest[1])
-            if problem.runtime.worst_gib(layout) <= limit_gib:
-                return True
-    return False
+    found = _smallest(problem, enough_gib=limit_gib)
+    return found is not None and found[1] <= limit_gib
 
 
-def _least(problem: Problem) -> Candidate:
+def _least(problem: Problem) -> Candidate | None:
     """The layout that needs least memory; ties go to the first one."""
-    recompute, k = recompute_policies(problem)[-1]
-    layouts = (
-        base._replace(zero=zero, recompute=recompute, every_kth=k)
-        for base in legal_bases(problem)
-        for zero in zero_stages(problem.settings, base)
-    )
-    gib, _, layout = min((problem.runtime.worst_gib(layout), index, layout) for index, layout in enumerate(layouts))
-    return _priced(problem, layout, gib)
+    found = _smallest(problem)
+    return None if found is None else _priced(problem, *found)
+
+
+def _smallest(problem: Problem, enough_gib: float = 0.0) -> tuple[Layout, float] | None:
+    """Return the layout that needs least memory and what it needs, or the first one that needs ``enough_gib``."""
+    policy = recompute_policies(problem)[-1]
+    smallest_of: dict[Layout, Layout] = {}
+    for base in legal_bases(problem):
+        known = smallest_of.setdefault(_but_for_its_size(base), base)
+        if base.microbatch < known.microbatch:
+            smallest_of[_but_for_its_size(base)] = base
+    best: tuple[Layout, float] | None = None
+    for base in smallest_of.values():
+        zeros = zero_stages(problem.settings, base)
+        model = problem.runtime.memory_model(base)
+        if best is not None and min(model.states(base, zeros)) / GIB >= best[1]:
+            continue
+        for zero, num_bytes in zip(zeros, next(model.totals(base, zeros, [policy])), strict=True):
+            if best is None or num_bytes / GIB < best[1]:
+                best = _with(base, zero, policy), num_bytes / GIB
+        if best is not None and best[1] <= enough_gib:
+            break
+    return best
+
+
+def _but_for_its_size(base: Layout) -> Layout:
+    """What layouts have in common of which one with a larger microbatch never needs less memory.
+
+    The first two microbatches of a step need no sum of gradients, so their number matters up to the third.
+    """
+    return base._replace(microbatch=0, num_microbatches=min(3, base.num_microbatches))
+
+
+def _with(base: Layout, zero: Literal[0, 1, 2, 3], policy: tuple[RecomputePolicy, int]) -> Layout:
+    return base._replace(zero=zero, recompute=policy[0], every_kth=policy[1])
 
 
 def _priced(problem: Problem, layout: Layout, memory_gib: float) -> Candidate:

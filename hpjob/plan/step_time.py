@@ -71,9 +71,8 @@ class StepModel:
         data = self._data_parallel(layout, first)
         optimizer = self._optimizer(layout)
         whole = span + data + optimizer
-        nodes = max(1.0, layout.world_size / self.hardware.gpus_per_node)
         slack = self.habits.sharded_slack if layout.zero else self.habits.slack
-        jitter = whole * (self.hardware.fit.jitter * log2(nodes) + slack)
+        jitter = whole * (self._waits(layout) + slack)
         return StepTime(
             compute=busy - comm + jitter,
             bubble=max(0.0, idle_free - busy),
@@ -82,6 +81,10 @@ class StepModel:
             dp_comm=data,
             optimizer=optimizer,
         )
+
+    def _waits(self, layout: Layout) -> float:
+        """Part of a step that nodes wait for each other."""
+        return self.hardware.fit.jitter * log2(max(1.0, layout.world_size / self.hardware.gpus_per_node))
 
     def _pipeline(self, layout: Layout, *, simulate: bool) -> tuple[float, float, float, float, float]:
         """Seconds of the busiest rank, with bubble, with transfers; of its collectives; of a microbatch of rank 0."""
@@ -117,7 +120,8 @@ class StepModel:
                 total += count * (forward + inputs + weights + again / layout.every_kth)
         # Every rank waits for the others to fill and drain at least once, whatever fills its gaps.
         rounds = layout.num_microbatches + (layout.pp - 1) / _bubble_divisor(layout)
-        return rounds * (total + sum(self.layers.head(layout))) / layout.pp
+        lost = self._waits(layout) + min(self.habits.slack, self.habits.sharded_slack)
+        return rounds * (total + sum(self.layers.head(layout))) / layout.pp * (1.0 + lost)
 
     def _stages(self, layout: Layout) -> _Stages:
         """Seconds of a microbatch in every stage; layouts that differ only in zero 0 to 2 or dp share them."""
@@ -131,31 +135,10 @@ class StepModel:
     def _price_stages(self, layout: Layout, gather: float) -> _Stages:
         s = self.shape
         counts = stage_layers(s.num_layers, layout)
-        dense, routed = _split_dense(s.num_experts > 0, s.dense_layers, counts)
-        forward, inputs, weights, comm = ([0.0] * len(counts) for _ in range(4))
-        for layers, experts in ((dense, False), (routed, True)):
-            if not any(layers):
-                continue
-            layer = self.layers.layer(layout, experts=experts)
-            f, i, w, again = self.layers.passes(layout, experts)
-            c = layer.comm_forward + layer.comm_backward
-            k = layout.every_kth if layout.recompute == "full" else 1
-            # Few counts occur, however many stages there are.
-            of = {n: (n * f, n * i - (-n // k) * again, n * w, n * c) for n in set(layers)}
-            for stage, n in enumerate(layers):
-                added = of[n]
-                forward[stage] += added[0]
-                inputs[stage] += added[1]
-                weights[stage] += added[2]
-                comm[stage] += added[3]
-        if gather:
-            # Weights arrive while the layer before computes; only what does not hide is seen.
-            forward = [_overlapped(a, n * gather) for a, n in zip(forward, counts, strict=True)]
-            inputs = [_overlapped(a + b, n * 2 * gather) - b for a, b, n in zip(inputs, weights, counts, strict=True)]
-            # Casting and copying into place is not hidden: a third when weights arrive, the rest on the way back.
-            copy = self.hardware.traffic(self._mean_layer_params(layout) * self.habits.copy_bytes) / 3
-            forward = [a + n * copy for a, n in zip(forward, counts, strict=True)]
-            inputs = [a + n * 2 * copy for a, n in zip(inputs, counts, strict=True)]
+        kinds = list(zip(*_split_dense(s.num_experts > 0, s.dense_layers, counts), strict=True))
+        # Few kinds of stages occur, however many there are.
+        of = {kind: self._price_kind(layout, kind, gather) for kind in set(kinds)}
+        forward, inputs, weights, comm = (list(column) for column in zip(*(of[kind] for kind in kinds), strict=True))
         # The loss of `zbv` sits with the embedding on the first rank, but it still ends the last stage.
         f, i, w = self.layers.head(layout)
         forward[-1], inputs[-1], weights[-1] = forward[-1] + f, inputs[-1] + i, weights[-1] + w
@@ -163,6 +146,36 @@ class StepModel:
         forward[0] += embedding / 2
         inputs[0] += embedding
         return _Stages(StageTimes(forward, inputs, weights), comm)
+
+    def _price_kind(
+        self, layout: Layout, kind: tuple[int, int], gather: float
+    ) -> tuple[float, float, float, float]:
+        """Forward, input-gradient and weight-gradient seconds of a stage, and its exposed collectives.
+
+        Args:
+            layout: The stage's layout.
+            kind: Layers with a dense MLP and with experts of the stage.
+            gather: Seconds to gather a layer's weights.
+        """
+        forward = inputs = weights = comm = 0.0
+        for n, experts in zip(kind, (False, True), strict=True):
+            if not n:
+                continue
+            layer = self.layers.layer(layout, experts=experts)
+            f, i, w, again = self.layers.passes(layout, experts)
+            k = layout.every_kth if layout.recompute == "full" else 1
+            forward += n * f
+            inputs += n * i - (-n // k) * again
+            weights += n * w
+            comm += n * (layer.comm_forward + layer.comm_backward)
+        if gather:
+            n = sum(kind)
+            # Weights arrive while the layer before computes; only what does not hide is seen.
+            forward, backward = _overlapped(forward, n * gather), _overlapped(inputs + weights, n * 2 * gather)
+            # Casting and copying into place is not hidden: a third when weights arrive, the rest on the way back.
+            copy = n * self.hardware.traffic(self._mean_layer_params(layout) * self.habits.copy_bytes) / 3
+            forward, inputs = forward + copy, backward - weights + 2 * copy
+        return forward, inputs, weights, comm
 
     def _per_rank(self, layout: Layout, stages: _Stages) -> tuple[list[float], list[float]]:
         t, pp, chunks = stages.times, layout.pp, layout.chunks
