@@ -72,7 +72,9 @@ class Peak(NamedTuple):
     embedded: float
     logits: float
 
-    def with_layers(self, chunks: tuple[tuple[int, int], ...], kept: tuple[float, float], every_kth: int) -> tuple[float, float]:
+    def with_layers(
+        self, chunks: tuple[tuple[int, int], ...], kept: tuple[float, float], every_kth: int
+    ) -> tuple[float, float]:
         """Return the bytes of activations at the peak, and of logits.
 
         The logits are gone when the first layer runs backwards, so the larger of both comes on top of what is kept.

@@ -82,22 +82,35 @@ class Hardware:
         special = {"a100": self.fit.gemm_a100, "h100": self.fit.gemm_h100, "b200": self.fit.gemm_b200}
         return self.gpu.gemm * self.fit.gemm * special.get(self.gpu.name, 1.0)
 
-    def link(self, size: int, stride: int) -> Link:
-        """Return the slowest link of a group of ranks ``r, r + stride, …``.
+    def link(self, size: int, stride: int, world: int | None = None) -> Link:
+        """Return the slowest link of the groups of ranks ``r, r + stride, …``.
 
         Members inside one island reach each other over it. Members on several nodes share the node's
         NICs with all other groups of the node; a group with g members a node gets g of them.
+
+        Args:
+            size: Members of a group.
+            stride: From a member to the next.
+            world: Ranks of all groups, which come one after the other; None = only the first one is asked for.
         """
         span = size * stride
         island = self.island_bandwidth * self.fit.island
         # A ring of several finds its way round a missing link; two ranks may be the very pair that lacks it.
-        if span <= self.island_size or (size > 2 and span <= self.linked_size):
+        if _all_inside(span, self.island_size, world) or (size > 2 and _all_inside(span, self.linked_size, world)):
             return Link(island, self.island_latency, False)
-        if span <= self.gpus_per_node:
+        if _all_inside(span, self.gpus_per_node, world):
             return Link(min(island, THROUGH_HOST), self.island_latency, False)
         per_node = max(1, min(size, self.gpus_per_node // stride)) if stride < self.gpus_per_node else 1
         share = self.nic_bandwidth * self.fit.network * per_node / self.gpus_per_node
         return Link(min(share, island) if per_node > 1 else share, self.nic_latency, True)
+
+    def between(self, first: int, last: int) -> Link:
+        """Return the slowest link over which ranks from ``first`` to ``last`` send to one other rank each."""
+        island = self.island_bandwidth * self.fit.island
+        for block, bandwidth in ((self.island_size, island), (self.gpus_per_node, min(island, THROUGH_HOST))):
+            if first // block == last // block:
+                return Link(bandwidth, self.island_latency, False)
+        return Link(self.nic_bandwidth * self.fit.network / self.gpus_per_node, self.nic_latency, True)
 
     def product(self, m: float, n: float, k: float, *, batch: float = 1, peak: float | None = None) -> float:
         """Seconds of ``batch`` products (m, k) x (k, n) in 16-bit numbers.
@@ -116,6 +129,11 @@ class Hardware:
     def traffic(self, num_bytes: float) -> float:
         """Seconds of element-wise kernels that read and write ``num_bytes``."""
         return num_bytes * self.fit.traffic / (self.memory_bandwidth * self.gpu.memory)
+
+
+def _all_inside(span: int, block: int, world: int | None) -> bool:
+    """Whether none of the groups that span so many ranks, one after the other, leaves a block of ranks."""
+    return span <= block and (world is None or world <= block or block % span == 0)
 
 
 _LAUNCH_S = 3e-6

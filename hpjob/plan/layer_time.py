@@ -8,6 +8,7 @@ from math import ceil, log2
 from hpjob.plan.constants import Framework
 from hpjob.plan.hardware import Hardware, MeasuredLayer
 from hpjob.plan.layout import Layout
+from hpjob.plan.mesh_order import ep_group, link_of, sp_group, tp_group
 from hpjob.plan.shape import Shape
 
 _IMBALANCE = 1.08
@@ -220,7 +221,7 @@ class LayerModel:
         e, hw = layout.element_bytes, self.hardware
         forward = backward = 0.0
         if tp > 1:
-            link = hw.link(tp, 1)
+            link = link_of(hw, layout, tp_group(layout))
             one_way = link.ring(tp, layout.tokens * s.hidden * e)
             exposed = 1.0 - self.habits.tp_overlap
             forward += 4 * one_way * exposed
@@ -236,7 +237,7 @@ class LayerModel:
             ring_f, ring_b = self._sequence_axis(layout, attention)
             forward, backward = forward + ring_f, backward + ring_b
         if experts and layout.ep > 1:
-            link = hw.link(layout.ep, tp * sp)
+            link = link_of(hw, layout, ep_group(layout))
             size = layout.tokens * s.hidden * e * s.experts_per_token / tp
             exchange = (layout.ep - 1) / layout.ep * size / link.bandwidth * _IMBALANCE + 4 * link.latency
             forward, backward = forward + 2 * exchange, backward + 2 * exchange
@@ -244,7 +245,7 @@ class LayerModel:
 
     def _sequence_axis(self, layout: Layout, attention: tuple[float, float]) -> tuple[float, float]:
         s, sp, tp, e = self.shape, layout.sp, layout.tp, layout.element_bytes
-        link = self.hardware.link(sp, tp)
+        link = link_of(self.hardware, layout, sp_group(layout))
         kv = 2.0 * layout.tokens * s.kv_width * e / tp
         if layout.sequence_mode == "all_to_all":
             size = 2.0 * layout.tokens * s.q_width * e / tp + kv

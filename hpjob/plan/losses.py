@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from hpjob.plan.hardware import THROUGH_HOST, Hardware
+from hpjob.plan.hardware import THROUGH_HOST, Hardware, Link
 from hpjob.plan.layout import Layout
+from hpjob.plan.mesh_order import Group, data_group, ep_group, sp_group, stage_links, tp_group
 from hpjob.plan.search import Candidate
 
 KINDS = ("compute", "bubble", "tp_comm", "pp_comm", "dp_comm", "optimizer")
@@ -21,35 +22,39 @@ def main_loss(hardware: Hardware, best: Candidate, rival: Candidate) -> str:
     kind = max(KINDS, key=lambda name: found[name])
     a = rival.layout
     if kind == "tp_comm":
-        size, stride, what = _inner_group(best.layout, a)
-        return f"{found[kind]:+.3g} s {what} traffic over {link_words(hardware, size, stride)}"
+        group, what = _inner_group(best.layout, a)
+        return f"{found[kind]:+.3g} s {what} traffic over {link_words(hardware, *group, a.world_size)}"
     if kind == "dp_comm":
-        return f"{found[kind]:+.3g} s dp traffic over {link_words(hardware, a.dp * a.sp, a.tp)}"
+        return f"{found[kind]:+.3g} s dp traffic over {link_words(hardware, *data_group(a), a.world_size)}"
     if kind == "pp_comm":
-        words = link_words(hardware, 2, a.tp * a.sp * a.dp)
-        return f"{found[kind]:+.3g} s transfers between stages over {words}"
+        links = stage_links(hardware, a)
+        slowest = min(links if a.chunks > 1 else links[:-1] or links, key=lambda link: link.bandwidth)
+        return f"{found[kind]:+.3g} s transfers between stages over {_words(hardware, slowest, 1)}"
     return f"{found[kind]:+.3g} s {kind}"
 
 
-def _inner_group(best: Layout, rival: Layout) -> tuple[int, int, str]:
-    """Size, stride and name of the group inside layers that the rival spends more on: one that it has larger."""
+def _inner_group(best: Layout, rival: Layout) -> tuple[Group, str]:
+    """The group inside layers that the rival spends more on, one that it has larger, and its name."""
     groups = (
-        (rival.tp, 1, "tp", best.tp),
-        (rival.sp, rival.tp, "sequence", best.sp),
-        (rival.ep, rival.tp * rival.sp, "expert", best.ep),
+        (tp_group(rival), "tp", best.tp),
+        (sp_group(rival), "sequence", best.sp),
+        (ep_group(rival), "expert", best.ep),
     )
-    used = [group for group in groups if group[0] > 1] or [groups[0]]
-    size, stride, what, _ = next((group for group in used if group[0] > group[3]), used[0])
-    return size, stride, what
+    used = [entry for entry in groups if entry[0].size > 1] or [groups[0]]
+    group, what, _ = next((entry for entry in used if entry[0].size > entry[2]), used[0])
+    return group, what
 
 
-def link_words(hardware: Hardware, size: int, stride: int) -> str:
-    """Name the slowest link of a group of ranks with what one rank gets of it."""
-    link = hardware.link(size, stride)
+def link_words(hardware: Hardware, size: int, stride: int, world: int | None = None) -> str:
+    """Name the slowest link of the groups of an axis with what one rank gets of it; see :meth:`Hardware.link`."""
+    inside = min(size, hardware.gpus_per_node // stride) if stride < hardware.gpus_per_node else 1
+    return _words(hardware, hardware.link(size, stride, world), inside)
+
+
+def _words(hardware: Hardware, link: Link, inside: int) -> str:
     name = "the network" if link.crosses_nodes else _ISLANDS[hardware.island_kind]
     if not link.crosses_nodes and link.bandwidth <= THROUGH_HOST < hardware.island_bandwidth * hardware.fit.island:
         name = "the host, as a pair may have no link,"
-    inside = min(size, hardware.gpus_per_node // stride) if stride < hardware.gpus_per_node else 1
     # Of a ring that passes through several GPUs of a node, all of them share what leaves it.
     unit = hardware.unit
     each = f"for {inside} {unit}s of a node" if link.crosses_nodes and inside > 1 else f"a {unit}"

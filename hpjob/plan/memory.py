@@ -114,7 +114,9 @@ class MemoryModel:
         for recompute, k in policies:
             held = self._layers(whole._replace(recompute=recompute)) if recompute == "selective" else kept
             each = k if recompute == "full" else 0
-            activations = [self.habits.fragmentation * sum(peak.with_layers(part.chunks, held, each)) for part, peak in peaks]
+            activations = [
+                self.habits.fragmentation * sum(peak.with_layers(part.chunks, held, each)) for part, peak in peaks
+            ]
             yield [max(s[z] + a for s, a in zip(states, activations, strict=True)) for z in range(len(zeros))]
 
     def states(self, layout: Layout, zeros: Sequence[Literal[0, 1, 2, 3]]) -> list[float]:

@@ -7,8 +7,10 @@ interleaved run the last two as one).
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from hpjob.plan.schedule_zbv import simulate_zbv
-from hpjob.plan.stage_times import StageTimes
+from hpjob.plan.stage_times import StageTimes, hop_times
 
 Op = tuple[str, int, int]
 """Kind (``F``, ``B``, ``W``), chunk of the rank, microbatch."""
@@ -45,7 +47,7 @@ def makespan(
     chunks: int,
     num_microbatches: int,
     times: StageTimes,
-    hop: float,
+    hop: float | Sequence[float],
     blocking: float = 0.0,
     *,
     own_order: bool = True,
@@ -58,7 +60,7 @@ def makespan(
         chunks: Stages a rank holds.
         num_microbatches: Microbatches of one step.
         times: Seconds of a microbatch in each of the ``pp * chunks`` stages.
-        hop: Seconds from one stage to the next.
+        hop: Seconds from one stage to the next; one for all, or of every stage but the last.
         blocking: Part of a hop during which the sender and receiver cannot compute.
         own_order: ``zbv`` keeps to the order of our runtime; else it may be one made for these times.
     """
@@ -66,14 +68,16 @@ def makespan(
         total = sum(times.forward) + sum(times.backward_input) + sum(times.backward_weight)
         return num_microbatches * total
 
+    hops = hop_times(hop, style, pp, pp * chunks)
+
     def span(count: int) -> float:
         if style == "zbv":
-            return simulate_zbv(pp, count, times, hop, blocking, own_order=own_order)
+            return simulate_zbv(pp, count, times, hops, blocking, own_order=own_order)
         orders = [
             one_f_one_b(pp, rank, count) if style == "1f1b" else interleaved(pp, rank, chunks, count)
             for rank in range(pp)
         ]
-        return _simulate(orders, pp, times, hop, blocking)
+        return _simulate(orders, pp, times, hops, blocking)
 
     # The steady state repeats: simulate enough of it and extend it by what one more round takes.
     if num_microbatches <= 4 * pp:
@@ -82,9 +86,9 @@ def makespan(
     return longer + (num_microbatches - 3 * pp) * (longer - shorter) / pp
 
 
-def _simulate(orders: list[list[Op]], pp: int, times: StageTimes, hop: float, blocking: float) -> float:
+def _simulate(orders: list[list[Op]], pp: int, times: StageTimes, hops: Sequence[float], blocking: float) -> float:
     """Run fixed orders; returns the time at which the last rank ends."""
-    simulation = _Simulation(orders, pp, times, hop * blocking, hop * (1.0 - blocking))
+    simulation = _Simulation(orders, pp, times, hops, blocking)
     waiting = list(range(pp))
     while waiting:
         before = sum(simulation.positions)
@@ -97,14 +101,17 @@ def _simulate(orders: list[list[Op]], pp: int, times: StageTimes, hop: float, bl
 class _Simulation:
     """Clocks of all ranks, and when the input of every operation is there (-1 = not yet)."""
 
-    def __init__(self, orders: list[list[Op]], pp: int, times: StageTimes, stall: float, wait: float) -> None:
+    def __init__(
+        self, orders: list[list[Op]], pp: int, times: StageTimes, hops: Sequence[float], blocking: float
+    ) -> None:
         count = sum(1 for kind, chunk, _ in orders[0] if kind == "F" and chunk == 0)
         stages = len(times.forward)
-        self.orders, self.pp, self.last, self.wait = orders, pp, stages - 1, wait
-        self.forward = [time + (stall if stage else 0.0) for stage, time in enumerate(times.forward)]
+        self.orders, self.pp, self.last = orders, pp, stages - 1
+        self.wait = [hop * (1.0 - blocking) for hop in hops]
+        stall = [hop * blocking for hop in hops]
+        self.forward = [time + lost for time, lost in zip(times.forward, (0.0, *stall), strict=True)]
         self.backward = [
-            i + w + (stall if stage < stages - 1 else 0.0)
-            for stage, (i, w) in enumerate(zip(times.backward_input, times.backward_weight, strict=True))
+            i + w + lost for i, w, lost in zip(times.backward_input, times.backward_weight, (*stall, 0.0), strict=True)
         ]
         self.inputs = [[-1.0] * count for _ in range(stages + 1)]
         self.inputs[0] = [0.0] * count
@@ -123,11 +130,11 @@ class _Simulation:
                 break
             clock = max(clock, ready) + (self.forward if is_forward else self.backward)[stage]
             if not is_forward:
-                self.gradients[stage - 1][microbatch] = clock + self.wait
+                self.gradients[stage - 1][microbatch] = clock + (self.wait[stage - 1] if stage else 0.0)
             elif stage == self.last:
                 self.gradients[stage][microbatch] = clock
             else:
-                self.inputs[stage + 1][microbatch] = clock + self.wait
+                self.inputs[stage + 1][microbatch] = clock + self.wait[stage]
             position += 1
         self.clocks[rank], self.positions[rank] = clock, position
         return position == len(order)

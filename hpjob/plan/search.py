@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gc
-from collections import Counter
 from dataclasses import dataclass, replace
 from typing import Literal
 
@@ -20,8 +19,9 @@ _HOPELESS = 1.3
 FAR = 1.25
 """Times the best step: slower layouts are no neighbours of it."""
 _CLOSE = 1.01
-"""Times the best step: up to here every layout is priced, further off only the most promising of its degrees."""
-_PER_DEGREES = 4
+"""Times the best step: up to here every layout is priced."""
+_NEAR = 1.05
+"""Times the best step: up to here what may be the best of its degrees is priced, further off the first one of them."""
 _FINALISTS = 16
 _FEW = 6
 _MAX_SIMULATED_STAGES = 64
@@ -101,13 +101,13 @@ def _survey(problem: Problem, limit_gib: float, neighbours: bool) -> Survey:
     for least_s, _, base in promising:
         if least_s > (FAR if neighbours else _CLOSE) * search.best_s:
             break
-        if least_s <= _CLOSE * search.best_s or search.wants_more(base):
-            search.visit(base)
+        if least_s <= search.dull_s(base, neighbours):
+            search.visit(base, compared=neighbours)
     if neighbours and (best := search.best):
         own = best.layout
         for _, _, base in promising:
             if (base.tp, base.pp, base.sp, base.ep) == (own.tp, own.pp, own.sp, own.ep):
-                search.visit(base, compared=True)
+                search.visit(base, every_one=True)
     any_legal = bool(promising)
     least = None if search.candidates or not any_legal else _least(problem)
     found = search.candidates + (search.near_misses() if neighbours else [])
@@ -123,7 +123,7 @@ class _Search:
         self.candidates: list[Candidate] = []
         self.best: Candidate | None = None
         self._kept: set[Layout] = set()
-        self._count: Counter[tuple[int, int, int, int]] = Counter()
+        self._best_of: dict[tuple[int, int, int, int], float] = {}
         self._missed: dict[tuple[object, ...], tuple[Layout, float]] = {}
         self._too_large: dict[tuple[Layout, int], int] = {}
         """Smallest microbatch that does not fit: a larger one never needs less memory."""
@@ -133,16 +133,26 @@ class _Search:
         """Seconds of the best step found so far."""
         return self.best.time.step if self.best else float("inf")
 
-    def wants_more(self, base: Layout) -> bool:
-        """Whether few layouts with these degrees are known: each is compared for the reasons."""
-        return self._count[base.tp, base.pp, base.sp, base.ep] < _PER_DEGREES
+    def dull_s(self, layout: Layout, compared: bool) -> float:
+        """Return seconds of a step from which on a layout says nothing new.
 
-    def visit(self, base: Layout, *, compared: bool = False) -> None:
+        Args:
+            layout: Only its degrees matter.
+            compared: The best one of its degrees says something, for the reasons, if it is near the best of all.
+        """
+        close = _CLOSE * self.best_s
+        if not compared:
+            return close
+        of_degrees = self._best_of.get((layout.tp, layout.pp, layout.sp, layout.ep))
+        return max(close, FAR * self.best_s if of_degrees is None else min(_NEAR * self.best_s, of_degrees))
+
+    def visit(self, base: Layout, *, compared: bool = False, every_one: bool = False) -> None:
         """Price a layout for every ZeRO stage with the fastest recomputation that fits.
 
         Args:
             base: Its own ZeRO stage and recomputation do not matter.
-            compared: Price also what cannot be the best one.
+            compared: Price also what can be the best one of its degrees only.
+            every_one: Price what can be neither, too.
         """
         kind = _but_for_its_size(base)
         zeros = [
@@ -162,7 +172,7 @@ class _Search:
                     if gib <= self.limit_gib:
                         still_open.remove(position)
                         layout = _with(base, zeros[position], policy)
-                        if compared or self.wants_more(layout) or self._may_be_best(layout):
+                        if every_one or self.problem.runtime.least_step(layout) <= self.dull_s(layout, compared):
                             self._keep(layout, gib)
                     elif gib <= _HOPELESS * self.limit_gib:
                         self._miss(_with(base, zeros[position], policy), gib)
@@ -171,16 +181,15 @@ class _Search:
         for position in still_open:
             self._too_large[kind, zeros[position]] = base.microbatch
 
-    def _may_be_best(self, layout: Layout) -> bool:
-        return self.problem.runtime.least_step(layout) <= _CLOSE * self.best_s
-
     def _keep(self, layout: Layout, gib: float) -> None:
         if layout in self._kept:
             return
         candidate = _priced(self.problem, layout, gib)
         self._kept.add(layout)
         self.candidates.append(candidate)
-        self._count[layout.tp, layout.pp, layout.sp, layout.ep] += 1
+        if candidate.supported:
+            degrees = (layout.tp, layout.pp, layout.sp, layout.ep)
+            self._best_of[degrees] = min(candidate.time.step, self._best_of.get(degrees, float("inf")))
         if candidate.supported and (self.best is None or candidate.order < self.best.order):
             self.best = candidate
 

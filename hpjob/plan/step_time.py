@@ -14,6 +14,7 @@ from hpjob.plan.constants import Framework, framework
 from hpjob.plan.hardware import Hardware
 from hpjob.plan.layer_time import LayerModel
 from hpjob.plan.layout import Layout, stage_layers
+from hpjob.plan.mesh_order import copy_group, data_group, expert_copies, link_of, shard_group, stage_links, tp_group
 from hpjob.plan.schedule import makespan
 from hpjob.plan.schedule_timeline import Span, timeline
 from hpjob.plan.shape import Shape
@@ -55,6 +56,7 @@ class StepModel:
         self.habits = habits or framework("hpjob")
         self.layers = LayerModel(shape, hardware, self.habits)
         self._known_stages: dict[tuple[object, ...], _Stages] = {}
+        self._known_hops: dict[tuple[object, ...], list[float]] = {}
         self._last: tuple[Layout, tuple[float, float, float, float, float]] | None = None
 
     def step(self, layout: Layout, *, simulate: bool = True) -> StepTime:
@@ -95,20 +97,21 @@ class StepModel:
         busy, comm = m * longest, m * comm_per_rank[per_rank.index(longest)]
         if pp == 1:
             return busy, busy, busy, comm, longest
-        hop, blocking = self._hop(layout)
+        hops, blocking = self._hops(layout), 1.0 - self.habits.pp_overlap
         ideal = busy + (sum(per_rank) - longest) / _bubble_divisor(layout)
         if simulate:
             own = self.habits.is_own
-            span = makespan(layout.style, pp, chunks, m, stages.times, hop, blocking, own_order=own)
+            span = makespan(layout.style, pp, chunks, m, stages.times, hops, blocking, own_order=own)
             return busy, min(span, ideal), span, comm, per_rank[0]
-        hops = 2 * (pp - 1) * hop * max(1, chunks - 1) + 2 * m * chunks * hop * blocking
-        return busy, ideal, ideal + hops, comm, per_rank[0]
+        once = sum(hops[: pp - 1])
+        sent = 2 * once * max(1, chunks - 1) + 2 * m * chunks * max(hops) * blocking
+        return busy, ideal, ideal + sent, comm, per_rank[0]
 
     def timeline(self, layout: Layout) -> tuple[Span, ...]:
         """Return when every pipeline rank does what."""
         times = self._stages(layout).times
-        hop, blocking = self._hop(layout)
-        return timeline(layout.style, layout.pp, layout.chunks, layout.num_microbatches, times, hop, blocking)
+        hops, blocking = self._hops(layout), 1.0 - self.habits.pp_overlap
+        return timeline(layout.style, layout.pp, layout.chunks, layout.num_microbatches, times, hops, blocking)
 
     def least(self, layout: Layout) -> float:
         """Return seconds that a step takes at least: compute spread evenly over the stages, and the bubble."""
@@ -147,9 +150,7 @@ class StepModel:
         inputs[0] += embedding
         return _Stages(StageTimes(forward, inputs, weights), comm)
 
-    def _price_kind(
-        self, layout: Layout, kind: tuple[int, int], gather: float
-    ) -> tuple[float, float, float, float]:
+    def _price_kind(self, layout: Layout, kind: tuple[int, int], gather: float) -> tuple[float, float, float, float]:
         """Forward, input-gradient and weight-gradient seconds of a stage, and its exposed collectives.
 
         Args:
@@ -190,17 +191,23 @@ class StepModel:
             [sum(stages.comm[rank::pp]) for rank in range(pp)],
         )
 
-    def _hop(self, layout: Layout) -> tuple[float, float]:
-        """Seconds from a stage to the next, and the part that keeps both from computing."""
-        if layout.pp == 1:
-            return 0.0, 0.0
-        link = self.hardware.link(2, layout.dp * layout.sp * layout.tp)
-        # Every tp rank sends its share; the receivers gather it inside the island.
-        size = layout.tokens * self.shape.hidden * layout.element_bytes
-        hop = link.send(size / layout.tp) * self.hardware.fit.hop
-        if layout.tp > 1 and not layout.sharded_norms:
-            hop += self.hardware.link(layout.tp, 1).ring(layout.tp, size)
-        return hop, 1.0 - self.habits.pp_overlap
+    def _hops(self, layout: Layout) -> list[float]:
+        """Seconds from every stage to the next; 0 where both are on one rank."""
+        pp = layout.pp
+        key = (pp, layout.data_ranks * layout.tp, layout.tokens, layout.tp, layout.sharded_norms, layout.precision)
+        found = self._known_hops.get(key)
+        if found is None:
+            # Every tp rank sends its share; the receivers gather it inside the island.
+            size = layout.tokens * self.shape.hidden * layout.element_bytes
+            gather = 0.0
+            if layout.tp > 1 and not layout.sharded_norms:
+                gather = link_of(self.hardware, layout, tp_group(layout)).ring(layout.tp, size)
+            fit = self.hardware.fit.hop
+            found = [link.send(size / layout.tp) * fit + gather for link in stage_links(self.hardware, layout)]
+            self._known_hops[key] = found
+        if layout.style == "zbv":
+            return [*found[: pp - 1], 0.0, *reversed(found[: pp - 1])]
+        return [found[stage % pp] for stage in range(pp * layout.chunks - 1)]
 
     def _gather_layer(self, layout: Layout) -> float:
         """Seconds to gather one layer's weights; the gradients' way back takes about as long."""
@@ -208,7 +215,7 @@ class StepModel:
         if shards == 1:
             return 0.0
         params = self._mean_layer_params(layout)
-        return self.hardware.link(shards, layout.tp).ring(shards, params * self.habits.gather_bytes)
+        return link_of(self.hardware, layout, shard_group(layout)).ring(shards, params * self.habits.gather_bytes)
 
     def _mean_layer_params(self, layout: Layout) -> float:
         s = self.shape
@@ -229,7 +236,7 @@ class StepModel:
         shards = layout.dp * layout.sp
         if shards == 1:
             return 0.0
-        link = self.hardware.link(shards, layout.tp)
+        link = link_of(self.hardware, layout, data_group(layout))
         if layout.zero == 3:
             # The first gather and the last reduction have nothing to hide behind.
             return 3 * self._gather_layer(layout)
@@ -242,7 +249,7 @@ class StepModel:
         total = times * link.ring(shards, shared * reduce) + link.ring(shards, shared * back)
         if experts and shards > layout.ep:
             # An expert has a copy in every ep-th rank only.
-            spread = self.hardware.link(shards // layout.ep, layout.tp * layout.ep)
+            spread = link_of(self.hardware, layout, expert_copies(layout))
             total += spread.ring(shards // layout.ep, experts * (times * reduce + back))
         if layout.zero and shards > layout.state_shards:
             total = self._grouped(layout, shared + experts, times * reduce, back)
@@ -253,8 +260,8 @@ class StepModel:
         """Seconds of reduction and gathering inside a group of shards, and of the sum across groups."""
         shards = layout.state_shards
         groups = layout.data_ranks // shards
-        inside = self.hardware.link(shards, layout.tp).ring(shards, params * (reduce + back)) if shards > 1 else 0.0
-        across = self.hardware.link(groups, layout.tp * shards).ring(groups, 2 * 4.0 * params / shards)
+        inside = link_of(self.hardware, layout, shard_group(layout)).ring(shards, params * (reduce + back))
+        across = link_of(self.hardware, layout, copy_group(layout)).ring(groups, 2 * 4.0 * params / shards)
         return inside + across
 
     def _optimizer(self, layout: Layout) -> float:
