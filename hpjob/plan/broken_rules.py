@@ -66,7 +66,7 @@ def _layout_reasons(problem: Problem) -> list[str]:
         chunks=_fixed_or(s, "num_model_chunks", default_chunks),
         zero=1 if s.zero_stage == "auto" else s.zero_stage,
         zero_shard=s.zero_shard_size,
-        cpu_offload=s.cpu_offload,
+        cpu_offload=s.cpu_offload is True,
         fp8=s.use_fp8,
     )
     if s.enable_sequence_parallelism is True and mode is None and tp == 1:

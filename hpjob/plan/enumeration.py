@@ -47,7 +47,7 @@ def legal_bases(problem: Problem) -> Iterator[Layout]:
                 microbatch=microbatch,
                 seq=problem.seq,
                 precision=s.precision,
-                cpu_offload=s.cpu_offload,
+                cpu_offload=s.cpu_offload is True,
                 zero=0 if s.zero_stage == 0 else 1,
                 zero_shard=s.zero_shard_size,
                 flash=s.enable_flash_attention is not False,
@@ -151,7 +151,7 @@ def _schedules(s: ParallelSettings, base: Layout, num_layers: int) -> list[tuple
 def zero_stages(s: ParallelSettings, base: Layout) -> list[Literal[0, 1, 2, 3]]:
     if s.zero_stage != "auto":
         return [s.zero_stage]
-    if s.cpu_offload or s.zero_shard_size is not None:
+    if s.cpu_offload is True or s.zero_shard_size is not None:
         return [1, 2, 3]
     return [0] if base.dp * base.sp == 1 else [0, 1, 2, 3]
 

@@ -87,7 +87,7 @@ def fixed_plan(recipe: Recipe, degrees: ParallelDegrees, pipeline: Pipeline) -> 
         recompute_every_kth_layer=checkpoint.every_kth_layer,
         recompute_layers_per_stage=checkpoint.num_ckpt_layers_per_stage,
         precision=parallel.precision,
-        cpu_offload=parallel.cpu_offload,
+        cpu_offload=parallel.cpu_offload is True,
         global_batch_size=degrees.dp * pipeline.num_microbatches * pipeline.microbatch_size,
         seq_length=recipe.data.seq_length,
         placement=tuple(RankPlace(rank=rank, node=0, gpu=rank) for rank in range(degrees.world_size)),

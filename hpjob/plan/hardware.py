@@ -12,6 +12,10 @@ from hpjob.topology.model import MachineType
 
 THROUGH_HOST = 12e9
 """Bytes per second between GPUs of a node whose islands are not linked."""
+_HOST_LINK = 0.8
+"""Part of the printed bandwidth that copies between pinned host memory and a GPU reach."""
+_HOST_LINK_GB_S = 16.0
+"""Printed bandwidth where a machine does not say: PCIe 3 x16."""
 _MESSAGE_HALF = 1.0e6
 """Bytes of a rank's message at which a link reaches half of its bandwidth."""
 
@@ -69,6 +73,10 @@ class Hardware:
     """GPUs of a node that NVLink connects, though not every pair: rings and neighbours find their way round."""
     is_cpu: bool = False
     island_kind: Literal["nvlink", "xgmi", "pcie", "host"] = "nvlink"
+    host_memory_gib: float | None = None
+    """Of a node; None = not known."""
+    host_bandwidth: float = THROUGH_HOST
+    """Per GPU and direction between its memory and the host's."""
     measured_layers: Mapping[tuple[object, ...], MeasuredLayer] = field(default_factory=dict)
     """(hidden, ffn, tokens, seq, tp, sp, ep, sequence mode, precision) -> times that replace the model's."""
 
@@ -103,14 +111,6 @@ class Hardware:
         per_node = max(1, min(size, self.gpus_per_node // stride)) if stride < self.gpus_per_node else 1
         share = self.nic_bandwidth * self.fit.network * per_node / self.gpus_per_node
         return Link(min(share, island) if per_node > 1 else share, self.nic_latency, True)
-
-    def between(self, first: int, last: int) -> Link:
-        """Return the slowest link over which ranks from ``first`` to ``last`` send to one other rank each."""
-        island = self.island_bandwidth * self.fit.island
-        for block, bandwidth in ((self.island_size, island), (self.gpus_per_node, min(island, THROUGH_HOST))):
-            if first // block == last // block:
-                return Link(bandwidth, self.island_latency, False)
-        return Link(self.nic_bandwidth * self.fit.network / self.gpus_per_node, self.nic_latency, True)
 
     def product(self, m: float, n: float, k: float, *, batch: float = 1, peak: float | None = None) -> float:
         """Seconds of ``batch`` products (m, k) x (k, n) in 16-bit numbers.
@@ -177,4 +177,6 @@ def hardware_of(machine: MachineType, gpus_per_node: int | None = None, fit: Cal
         fit=fit or calibration(),
         is_cpu=machine.island_kind == "host",
         island_kind=machine.island_kind,
+        host_memory_gib=machine.host_memory_gib,
+        host_bandwidth=_HOST_LINK * (machine.host_bandwidth_gb_s or _HOST_LINK_GB_S) * 1e9,
     )

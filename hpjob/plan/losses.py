@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from hpjob.plan.hardware import THROUGH_HOST, Hardware, Link
+from hpjob.plan.hardware import THROUGH_HOST, Hardware
 from hpjob.plan.layout import Layout
-from hpjob.plan.mesh_order import Group, data_group, ep_group, sp_group, stage_links, tp_group
+from hpjob.plan.mesh_order import Group, data_group, ep_group, sp_group, tp_group
 from hpjob.plan.search import Candidate
 
 KINDS = ("compute", "bubble", "tp_comm", "pp_comm", "dp_comm", "optimizer")
@@ -27,9 +27,8 @@ def main_loss(hardware: Hardware, best: Candidate, rival: Candidate) -> str:
     if kind == "dp_comm":
         return f"{found[kind]:+.3g} s dp traffic over {link_words(hardware, *data_group(a), a.world_size)}"
     if kind == "pp_comm":
-        links = stage_links(hardware, a)
-        slowest = min(links if a.chunks > 1 else links[:-1] or links, key=lambda link: link.bandwidth)
-        return f"{found[kind]:+.3g} s transfers between stages over {_words(hardware, slowest, 1)}"
+        words = link_words(hardware, 2, a.data_ranks * a.tp)
+        return f"{found[kind]:+.3g} s transfers between stages over {words}"
     return f"{found[kind]:+.3g} s {kind}"
 
 
@@ -47,14 +46,11 @@ def _inner_group(best: Layout, rival: Layout) -> tuple[Group, str]:
 
 def link_words(hardware: Hardware, size: int, stride: int, world: int | None = None) -> str:
     """Name the slowest link of the groups of an axis with what one rank gets of it; see :meth:`Hardware.link`."""
-    inside = min(size, hardware.gpus_per_node // stride) if stride < hardware.gpus_per_node else 1
-    return _words(hardware, hardware.link(size, stride, world), inside)
-
-
-def _words(hardware: Hardware, link: Link, inside: int) -> str:
+    link = hardware.link(size, stride, world)
     name = "the network" if link.crosses_nodes else _ISLANDS[hardware.island_kind]
     if not link.crosses_nodes and link.bandwidth <= THROUGH_HOST < hardware.island_bandwidth * hardware.fit.island:
         name = "the host, as a pair may have no link,"
+    inside = min(size, hardware.gpus_per_node // stride) if stride < hardware.gpus_per_node else 1
     # Of a ring that passes through several GPUs of a node, all of them share what leaves it.
     unit = hardware.unit
     each = f"for {inside} {unit}s of a node" if link.crosses_nodes and inside > 1 else f"a {unit}"

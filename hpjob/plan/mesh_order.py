@@ -59,8 +59,6 @@ def link_of(hardware: Hardware, layout: Layout, group: Group) -> Link:
     return hardware.link(group.size, group.stride, layout.world_size)
 
 
-def stage_links(hardware: Hardware, layout: Layout) -> list[Link]:
-    """Return the slowest link from each position of the pipeline to the next, the last one's to the first included."""
-    ranks, last = layout.data_ranks * layout.tp, layout.pp - 1
-    pairs = [(position, position + 1) for position in range(last)] + [(0, last)]
-    return [hardware.between(low * ranks, (high + 1) * ranks - 1) for low, high in pairs]
+def stage_link(hardware: Hardware, layout: Layout) -> Link:
+    """Return the link from the first pipeline stage to the next."""
+    return hardware.link(2, layout.data_ranks * layout.tp)

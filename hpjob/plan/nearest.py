@@ -50,7 +50,7 @@ def _relaxed(problem: Problem, fixed: list[str]) -> Iterator[Layout]:
 
 
 def _binds_zero(s: ParallelSettings) -> bool:
-    return any(getattr(s, name) not in (None, False) for name in SHARDING_FIELDS)
+    return any(getattr(s, name) not in (None, False, "auto") for name in SHARDING_FIELDS)
 
 
 def _with_any_zero(problem: Problem) -> Problem:

@@ -4,18 +4,19 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from hpjob.core.errors import UserInputError
+from hpjob.core.errors import NothingFitsError, UserInputError
 from hpjob.plan.constants import held_out_error
 from hpjob.plan.hardware import Hardware, hardware_of
 from hpjob.plan.layout import stage_layers
 from hpjob.plan.legality import RUNTIME, model_problems, unsupported_layout
 from hpjob.plan.memory import memory_limit_gib
 from hpjob.plan.model import ParallelDegrees, Pipeline, Plan, TimeEstimate
+from hpjob.plan.offload import exceeds_host, host_gib, why_no_offload
 from hpjob.plan.placement import place
 from hpjob.plan.problem import Problem
 from hpjob.plan.reasons import explain_choice
 from hpjob.plan.refusal import no_legal_layout, nothing_fits
-from hpjob.plan.search import Candidate, survey
+from hpjob.plan.search import Candidate, best_of, survey
 from hpjob.plan.shape import shape_of
 from hpjob.plan.site import default_site, load_site, with_site
 from hpjob.plan.what_if import binding, changes
@@ -54,14 +55,22 @@ def make_plan(recipe: Recipe, topology: Topology, *, gpus_per_node: int | None =
     found = survey(problem, limit)
     if not found.any_legal:
         raise no_legal_layout(problem, recipe.name)
+    if problem.settings.cpu_offload is True and (words := exceeds_host(problem, len(topology.nodes))):
+        raise NothingFitsError(
+            f"recipe {recipe.name}: {words}", hint="use more nodes, or leave parallel.cpu_offload auto"
+        )
     candidates = found.candidates
     fitting = [candidate for candidate in candidates if candidate.memory_gib <= limit]
     if not fitting and found.least is not None:
-        raise nothing_fits(problem, found.least, limit, recipe.name, len(topology.nodes))
+        offloaded = _offloaded(problem, limit, len(topology.nodes))
+        if offloaded is None:
+            raise nothing_fits(problem, found.least, limit, recipe.name, len(topology.nodes))
+        problem, fitting, note = offloaded
+        candidates, warnings = fitting, (*warnings, note)
     # What the recipe fixes may be more than the runtime can do; nothing else may add to that.
     fewest = min(candidate.num_unsupported for candidate in fitting)
     runnable = [candidate for candidate in fitting if candidate.num_unsupported == fewest]
-    best = min(runnable, key=lambda candidate: candidate.order)
+    best = best_of(runnable)
     warnings += tuple(unsupported_layout(best.layout))
     if problem.hardware.gpu.name == "v100" and recipe.parallel.precision == "bf16":
         warnings += ("V100 has no tensor cores for bf16: the times are those of parallel.precision=fp16",)
@@ -73,6 +82,23 @@ def make_plan(recipe: Recipe, topology: Topology, *, gpus_per_node: int | None =
     if recipe.model.model_type not in RUNTIME.families:
         warnings += (f"the runtime has no {recipe.model.model_type} models (it has {', '.join(RUNTIME.families)})",)
     return _plan(recipe, topology, problem, best, candidates, warnings)
+
+
+def _offloaded(problem: Problem, limit_gib: float, num_nodes: int) -> tuple[Problem, list[Candidate], str] | None:
+    """Search once more with the optimizer's states in the host's memory, where the recipe leaves that open."""
+    if why_no_offload(problem, num_nodes):
+        return None
+    problem = replace(problem, settings=problem.settings.model_copy(update={"cpu_offload": True}))
+    fitting = [found for found in survey(problem, limit_gib).candidates if found.memory_gib <= limit_gib]
+    if not fitting:
+        return None
+    known = problem.hardware.host_memory_gib
+    size = f"of {known:,.0f} GiB" if known else "(how much a node has is not known)"
+    note = (
+        "nothing fits without offloading: master weights and optimizer state lie in the host's memory, "
+        f"about {host_gib(problem, num_nodes):,.0f} GiB a node {size}"
+    )
+    return problem, fitting, note
 
 
 def make_problem(

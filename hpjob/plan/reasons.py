@@ -10,7 +10,7 @@ from hpjob.plan.legality import unsupported_layout
 from hpjob.plan.losses import difference, exceeds_words, island_words, losses, main_loss
 from hpjob.plan.model import RunnerUp
 from hpjob.plan.problem import Problem
-from hpjob.plan.search import FAR, Candidate
+from hpjob.plan.search import FAR, SAME, Candidate
 from hpjob.recipe.model import ParallelSettings
 
 _MAX_RUNNERS_UP = 6
@@ -119,11 +119,17 @@ def _axis_reason(
 
 def _against(problem: Problem, best: Candidate, rival: Candidate, label: str, value: Callable[[Layout], object]) -> str:
     """Compare with the best layout that has another value; what else it changes is named."""
-    percent = 100 * (rival.time.step / best.time.step - 1)
     also = difference(best.layout, rival.layout, label)
     with_ = f" (then best with {also})" if also else ""
-    lost = main_loss(problem.hardware, best, rival)
-    return f"{label} {_shown(label, value(rival.layout))}{with_} is {percent:.1f} % slower: {lost}"
+    return f"{label} {_shown(label, value(rival.layout))}{with_} is {_slower(problem, best, rival)}"
+
+
+def _slower(problem: Problem, best: Candidate, rival: Candidate) -> str:
+    """Say how much slower a layout is and by what, or that the times do not tell them apart."""
+    if rival.time.step <= best.time.step:
+        return f"as fast within {100 * SAME:g} % and less simple"
+    percent = 100 * (rival.time.step / best.time.step - 1)
+    return f"{percent:.1f} % slower: {main_loss(problem.hardware, best, rival)}"
 
 
 def _recompute_reason(problem: Problem, best: Candidate, limit_gib: float) -> str:
@@ -196,7 +202,7 @@ def _runner_up(problem: Problem, best: Candidate, rival: Candidate, limit_gib: f
     elif not rival.supported:
         why = f"{-percent:.1f} % faster, but {unsupported_layout(rival.layout)[0]}"
     else:
-        why = f"{percent:.1f} % slower: {main_loss(problem.hardware, best, rival)}"
+        why = _slower(problem, best, rival)
     return RunnerUp(
         summary=summary(rival.layout),
         step_s=round(rival.time.step, 4),

@@ -7,15 +7,13 @@ from math import ceil
 
 from hpjob.core.errors import HpjobError, NothingFitsError, UserInputError
 from hpjob.plan.broken_rules import broken_rules
-from hpjob.plan.memory import GIB
 from hpjob.plan.nearest import LAYOUT_FIELDS, SHARDING_FIELDS, nearest_layouts
+from hpjob.plan.offload import exceeds_host, host_gib, why_no_offload
 from hpjob.plan.problem import Problem
 from hpjob.plan.search import Candidate, fits_somehow
 from hpjob.recipe.model import ParallelSettings
 
 _OFFLOADED: dict[str, object] = {"cpu_offload": True}
-_HOST_BYTES = 16
-"""Of a parameter whose shards lie in the host's memory: weight, gradient and two moments in fp32."""
 
 
 def no_legal_layout(problem: Problem, recipe: str) -> HpjobError:
@@ -37,7 +35,9 @@ def no_legal_layout(problem: Problem, recipe: str) -> HpjobError:
 
 def _is_fixed(s: ParallelSettings, name: str) -> bool:
     value = getattr(s, name)
-    return (name in LAYOUT_FIELDS and value != "auto") or (name in SHARDING_FIELDS and value not in (None, False))
+    return (name in LAYOUT_FIELDS and value != "auto") or (
+        name in SHARDING_FIELDS and value not in (None, False, "auto")
+    )
 
 
 def nothing_fits(problem: Problem, least: Candidate, limit_gib: float, recipe: str, num_nodes: int) -> NothingFitsError:
@@ -54,6 +54,8 @@ def nothing_fits(problem: Problem, least: Candidate, limit_gib: float, recipe: s
         f"needs {least.memory_gib:.1f} GiB a {unit}, {limit_gib:.1f} are usable, "
         f"{ceil(10 * (least.memory_gib - limit_gib)) / 10:.1f} GiB are missing\n{parts} GiB"
     )
+    if problem.settings.cpu_offload == "auto" and not problem.hardware.is_cpu:
+        message += f"\n{why_no_offload(problem, num_nodes) or 'nor does anything fit with offloading'}"
     return NothingFitsError(message, hint="; or ".join(_what_helps(problem, limit_gib, num_nodes)))
 
 
@@ -74,9 +76,10 @@ def _what_helps(problem: Problem, limit_gib: float, num_nodes: int) -> list[str]
             changed = replace(problem, settings=s.model_copy(update=update))
             if fits_somehow(changed, limit_gib):
                 found.append(words)
-    if not s.cpu_offload and fits_somehow(replace(problem, settings=s.model_copy(update=_OFFLOADED)), limit_gib):
-        needed = _HOST_BYTES * problem.shape.num_params / num_nodes / GIB
-        found.append(f"--set parallel.cpu_offload=true (slower; takes about {needed:,.0f} GiB of a node's own memory)")
+    may_offload = s.cpu_offload is False and exceeds_host(problem, num_nodes) is None
+    if may_offload and fits_somehow(replace(problem, settings=s.model_copy(update=_OFFLOADED)), limit_gib):
+        needed = host_gib(problem, num_nodes)
+        found.append(f"leave cpu_offload auto (slower; takes about {needed:,.0f} GiB of a node's own memory)")
     if isinstance(s.num_microbatches, int) and s.microbatch_size == "auto":
         found += _smaller_batch(problem, s.num_microbatches, limit_gib)
     if more := _enough_nodes(problem, limit_gib, num_nodes):

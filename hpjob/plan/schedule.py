@@ -7,10 +7,8 @@ interleaved run the last two as one).
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 from hpjob.plan.schedule_zbv import simulate_zbv
-from hpjob.plan.stage_times import StageTimes, hop_times
+from hpjob.plan.stage_times import StageTimes
 
 Op = tuple[str, int, int]
 """Kind (``F``, ``B``, ``W``), chunk of the rank, microbatch."""
@@ -47,7 +45,7 @@ def makespan(
     chunks: int,
     num_microbatches: int,
     times: StageTimes,
-    hop: float | Sequence[float],
+    hop: float,
     blocking: float = 0.0,
     *,
     own_order: bool = True,
@@ -60,7 +58,7 @@ def makespan(
         chunks: Stages a rank holds.
         num_microbatches: Microbatches of one step.
         times: Seconds of a microbatch in each of the ``pp * chunks`` stages.
-        hop: Seconds from one stage to the next; one for all, or of every stage but the last.
+        hop: Seconds from one stage to the next.
         blocking: Part of a hop during which the sender and receiver cannot compute.
         own_order: ``zbv`` keeps to the order of our runtime; else it may be one made for these times.
     """
@@ -68,16 +66,14 @@ def makespan(
         total = sum(times.forward) + sum(times.backward_input) + sum(times.backward_weight)
         return num_microbatches * total
 
-    hops = hop_times(hop, style, pp, pp * chunks)
-
     def span(count: int) -> float:
         if style == "zbv":
-            return simulate_zbv(pp, count, times, hops, blocking, own_order=own_order)
+            return simulate_zbv(pp, count, times, hop, blocking, own_order=own_order)
         orders = [
             one_f_one_b(pp, rank, count) if style == "1f1b" else interleaved(pp, rank, chunks, count)
             for rank in range(pp)
         ]
-        return _simulate(orders, pp, times, hops, blocking)
+        return _simulate(orders, pp, times, hop, blocking)
 
     # The steady state repeats: simulate enough of it and extend it by what one more round takes.
     if num_microbatches <= 4 * pp:
@@ -86,9 +82,9 @@ def makespan(
     return longer + (num_microbatches - 3 * pp) * (longer - shorter) / pp
 
 
-def _simulate(orders: list[list[Op]], pp: int, times: StageTimes, hops: Sequence[float], blocking: float) -> float:
+def _simulate(orders: list[list[Op]], pp: int, times: StageTimes, hop: float, blocking: float) -> float:
     """Run fixed orders; returns the time at which the last rank ends."""
-    simulation = _Simulation(orders, pp, times, hops, blocking)
+    simulation = _Simulation(orders, pp, times, hop * blocking, hop * (1.0 - blocking))
     waiting = list(range(pp))
     while waiting:
         before = sum(simulation.positions)
@@ -101,17 +97,14 @@ def _simulate(orders: list[list[Op]], pp: int, times: StageTimes, hops: Sequence
 class _Simulation:
     """Clocks of all ranks, and when the input of every operation is there (-1 = not yet)."""
 
-    def __init__(
-        self, orders: list[list[Op]], pp: int, times: StageTimes, hops: Sequence[float], blocking: float
-    ) -> None:
+    def __init__(self, orders: list[list[Op]], pp: int, times: StageTimes, stall: float, wait: float) -> None:
         count = sum(1 for kind, chunk, _ in orders[0] if kind == "F" and chunk == 0)
         stages = len(times.forward)
-        self.orders, self.pp, self.last = orders, pp, stages - 1
-        self.wait = [hop * (1.0 - blocking) for hop in hops]
-        stall = [hop * blocking for hop in hops]
-        self.forward = [time + lost for time, lost in zip(times.forward, (0.0, *stall), strict=True)]
+        self.orders, self.pp, self.last, self.wait = orders, pp, stages - 1, wait
+        self.forward = [time + (stall if stage else 0.0) for stage, time in enumerate(times.forward)]
         self.backward = [
-            i + w + lost for i, w, lost in zip(times.backward_input, times.backward_weight, (*stall, 0.0), strict=True)
+            i + w + (stall if stage < stages - 1 else 0.0)
+            for stage, (i, w) in enumerate(zip(times.backward_input, times.backward_weight, strict=True))
         ]
         self.inputs = [[-1.0] * count for _ in range(stages + 1)]
         self.inputs[0] = [0.0] * count
@@ -130,11 +123,11 @@ class _Simulation:
                 break
             clock = max(clock, ready) + (self.forward if is_forward else self.backward)[stage]
             if not is_forward:
-                self.gradients[stage - 1][microbatch] = clock + (self.wait[stage - 1] if stage else 0.0)
+                self.gradients[stage - 1][microbatch] = clock + self.wait
             elif stage == self.last:
                 self.gradients[stage][microbatch] = clock
             else:
-                self.inputs[stage + 1][microbatch] = clock + self.wait[stage]
+                self.inputs[stage + 1][microbatch] = clock + self.wait
             position += 1
         self.clocks[rank], self.positions[rank] = clock, position
         return position == len(order)

@@ -7,7 +7,6 @@ chunk are held by a rank, as much as 1f1b holds on its first one.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from functools import lru_cache
 
 from hpjob.plan.stage_times import StageTimes
@@ -34,9 +33,7 @@ class _Rank:
 class _Simulation:
     """State of all ranks; stages pp - 1 and pp share a rank, so nothing is sent between them."""
 
-    def __init__(
-        self, pp: int, num_microbatches: int, times: StageTimes, wait: Sequence[float], stall: Sequence[float]
-    ) -> None:
+    def __init__(self, pp: int, num_microbatches: int, times: StageTimes, wait: float, stall: float) -> None:
         self.pp, self.last, self.times = pp, 2 * pp - 1, times
         self.wait, self.stall = wait, stall
         self.ranks = [_Rank(rank, pp) for rank in range(pp)]
@@ -77,34 +74,31 @@ class _Simulation:
             self._backward(rank, stage, start)
 
     def _forward(self, rank: _Rank, stage: int, start: float) -> None:
-        rank.clock = start + self.times.forward[stage] + (self.stall[stage - 1] if stage else 0.0)
+        rank.clock = start + self.times.forward[stage] + (self.stall if stage not in (0, self.pp) else 0.0)
         rank.held += 1
         rank.order.append(("F", stage, self.forwards[stage]))
         self.forwards[stage] += 1
         if stage == self.last:
             self.gradients[stage].append(rank.clock)
         else:
-            self.inputs[stage + 1].append(rank.clock + self.wait[stage])
+            self.inputs[stage + 1].append(rank.clock + (self.wait if stage + 1 != self.pp else 0.0))
 
     def _backward(self, rank: _Rank, stage: int, start: float) -> None:
-        rank.clock = start + self.times.backward_input[stage] + (self.stall[stage] if stage < self.last else 0.0)
+        received = stage not in (self.pp - 1, self.last)
+        rank.clock = start + self.times.backward_input[stage] + (self.stall if received else 0.0)
         rank.held -= 1
         rank.order.append(("B", stage, self.backwards[stage]))
         rank.weights.append((stage, self.backwards[stage]))
         self.backwards[stage] += 1
         if stage:
-            self.gradients[stage - 1].append(rank.clock + self.wait[stage - 1])
+            self.gradients[stage - 1].append(rank.clock + (self.wait if stage != self.pp else 0.0))
 
 
 def simulate_zbv(
-    pp: int, num_microbatches: int, times: StageTimes, hops: Sequence[float], blocking: float, *, own_order: bool
+    pp: int, num_microbatches: int, times: StageTimes, hop: float, blocking: float, *, own_order: bool
 ) -> float:
-    """Return the seconds of the schedule; see :func:`hpjob.plan.schedule.makespan` for the arguments.
-
-    Args:
-        hops: Seconds from every stage to the next; 0 between the two of the last rank.
-    """
-    wait, stall = [hop * (1 - blocking) for hop in hops], [hop * blocking for hop in hops]
+    """Return the seconds of the schedule; see :func:`hpjob.plan.schedule.makespan` for the arguments."""
+    wait, stall = hop * (1 - blocking), hop * blocking
     fixed = _replay(zbv_orders(pp, num_microbatches), pp, times, wait, stall)
     if own_order:
         return fixed
@@ -116,14 +110,12 @@ def simulate_zbv(
 @lru_cache(maxsize=64)
 def zbv_orders(pp: int, num_microbatches: int) -> tuple[tuple[Op, ...], ...]:
     """Return what each rank computes in which order, where forward and both backward parts take equally long."""
-    equal, none = (1.0,) * (2 * pp), (0.0,) * (2 * pp - 1)
+    equal = (1.0,) * (2 * pp)
     times = StageTimes(forward=equal, backward_input=equal, backward_weight=equal)
-    return tuple(tuple(rank.order) for rank in _simulate(pp, num_microbatches, times, none, none).ranks)
+    return tuple(tuple(rank.order) for rank in _simulate(pp, num_microbatches, times, 0.0, 0.0).ranks)
 
 
-def _simulate(
-    pp: int, num_microbatches: int, times: StageTimes, wait: Sequence[float], stall: Sequence[float]
-) -> _Simulation:
+def _simulate(pp: int, num_microbatches: int, times: StageTimes, wait: float, stall: float) -> _Simulation:
     simulation = _Simulation(pp, num_microbatches, times, wait, stall)
     actions = [simulation.next_action(rank) for rank in simulation.ranks]
     for _ in range(3 * 2 * pp * num_microbatches):
@@ -135,9 +127,7 @@ def _simulate(
     return simulation
 
 
-def _replay(
-    orders: tuple[tuple[Op, ...], ...], pp: int, times: StageTimes, wait: Sequence[float], stall: Sequence[float]
-) -> float:
+def _replay(orders: tuple[tuple[Op, ...], ...], pp: int, times: StageTimes, wait: float, stall: float) -> float:
     """Return when the last rank ends if every rank keeps to its order; ranks wait for what is not there yet."""
     last = 2 * pp - 1
     arrived: dict[Op, float] = {}
@@ -153,13 +143,13 @@ def _replay(
                 elif (ready := 0.0 if kind == "F" and stage == 0 else arrived.get(op, -1.0)) < 0.0:
                     break
                 elif kind == "F":
-                    clock = max(clock, ready) + times.forward[stage] + (stall[stage - 1] if stage else 0.0)
+                    clock = max(clock, ready) + times.forward[stage] + (stall if stage not in (0, pp) else 0.0)
                     after = ("F", stage + 1, microbatch) if stage < last else ("B", stage, microbatch)
-                    arrived[after] = clock + (wait[stage] if stage < last else 0.0)
+                    arrived[after] = clock + (wait if stage not in (pp - 1, last) else 0.0)
                 else:
                     clock = max(clock, ready) + times.backward_input[stage]
-                    clock += stall[stage] if stage < last else 0.0
-                    arrived["B", stage - 1, microbatch] = clock + (wait[stage - 1] if stage else 0.0)
+                    clock += stall if stage not in (pp - 1, last) else 0.0
+                    arrived["B", stage - 1, microbatch] = clock + (wait if stage != pp else 0.0)
                 position += 1
             clocks[rank], positions[rank] = clock, position
         waiting = [rank for rank in waiting if positions[rank] < len(orders[rank])]

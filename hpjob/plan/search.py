@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Literal
 
@@ -18,10 +19,13 @@ _HOPELESS = 1.3
 """Times the usable memory: layouts above it are no neighbours of a plan that fits."""
 FAR = 1.25
 """Times the best step: slower layouts are no neighbours of it."""
+SAME = 0.001
+"""Part of a step by which predicted times have to differ before the difference decides."""
 _CLOSE = 1.01
 """Times the best step: up to here every layout is priced."""
 _NEAR = 1.05
-"""Times the best step: up to here what may be the best of its degrees is priced, further off the first one of them."""
+"""Times the best step: up to here what may be the best of its degrees is priced, further off a few of them."""
+_TRIES = 4
 _FINALISTS = 16
 _FEW = 6
 _MAX_SIMULATED_STAGES = 64
@@ -57,6 +61,20 @@ class Candidate:
             str(a.sequence_mode),
             a.recompute,
         )
+
+    @property
+    def complexity(self) -> int:
+        """How many axes beside dp are in use, and how many extras of schedule, sequence and recomputation."""
+        a = self.layout
+        extras = (a.chunks > 1, a.relief > 0, a.sequence_mode is not None, a.recompute != "none", a.zero > 1)
+        return sum(size > 1 for size in (a.tp, a.pp, a.sp, a.ep)) * len(extras) + sum(extras)
+
+
+def best_of(candidates: Sequence[Candidate]) -> Candidate:
+    """Return the fastest candidate, or the simplest one of those that are as fast as far as a prediction can tell."""
+    fastest = min(candidate.time.step for candidate in candidates)
+    equal = [candidate for candidate in candidates if candidate.time.step <= (1 + SAME) * fastest]
+    return min(equal, key=lambda candidate: (candidate.complexity, candidate.order))
 
 
 @dataclass(frozen=True)
@@ -123,7 +141,8 @@ class _Search:
         self.candidates: list[Candidate] = []
         self.best: Candidate | None = None
         self._kept: set[Layout] = set()
-        self._best_of: dict[tuple[int, int, int, int], float] = {}
+        self._best_of: dict[tuple[int, int, int, int], tuple[float, int]] = {}
+        """Best step of all degrees, and of how many."""
         self._missed: dict[tuple[object, ...], tuple[Layout, float]] = {}
         self._too_large: dict[tuple[Layout, int], int] = {}
         """Smallest microbatch that does not fit: a larger one never needs less memory."""
@@ -143,8 +162,9 @@ class _Search:
         close = _CLOSE * self.best_s
         if not compared:
             return close
-        of_degrees = self._best_of.get((layout.tp, layout.pp, layout.sp, layout.ep))
-        return max(close, FAR * self.best_s if of_degrees is None else min(_NEAR * self.best_s, of_degrees))
+        far, near = FAR * self.best_s, _NEAR * self.best_s
+        of_degrees, tries = self._best_of.get((layout.tp, layout.pp, layout.sp, layout.ep), (float("inf"), 0))
+        return max(close, far if of_degrees > far and tries < _TRIES else min(near, of_degrees))
 
     def visit(self, base: Layout, *, compared: bool = False, every_one: bool = False) -> None:
         """Price a layout for every ZeRO stage with the fastest recomputation that fits.
@@ -189,7 +209,8 @@ class _Search:
         self.candidates.append(candidate)
         if candidate.supported:
             degrees = (layout.tp, layout.pp, layout.sp, layout.ep)
-            self._best_of[degrees] = min(candidate.time.step, self._best_of.get(degrees, float("inf")))
+            best, tries = self._best_of.get(degrees, (float("inf"), 0))
+            self._best_of[degrees] = min(candidate.time.step, best), tries + 1
         if candidate.supported and (self.best is None or candidate.order < self.best.order):
             self.best = candidate
 

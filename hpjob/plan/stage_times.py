@@ -13,16 +13,3 @@ class StageTimes:
     forward: Sequence[float]
     backward_input: Sequence[float]
     backward_weight: Sequence[float]
-
-
-def hop_times(hop: float | Sequence[float], style: str, pp: int, num_stages: int) -> tuple[float, ...]:
-    """Return the seconds from every stage to the next one.
-
-    Args:
-        hop: One for all, or of every stage but the last. Nothing is sent at the turn of ``zbv``, inside one rank.
-        style: ``1f1b``, ``interleaved`` or ``zbv``.
-        pp: Pipeline ranks.
-        num_stages: Stages of all ranks.
-    """
-    found = (hop,) * (num_stages - 1) if isinstance(hop, float | int) else tuple(hop)
-    return tuple(0.0 if style == "zbv" and stage == pp - 1 else seconds for stage, seconds in enumerate(found))

@@ -14,7 +14,7 @@ from hpjob.plan.constants import Framework, framework
 from hpjob.plan.hardware import Hardware
 from hpjob.plan.layer_time import LayerModel
 from hpjob.plan.layout import Layout, stage_layers
-from hpjob.plan.mesh_order import copy_group, data_group, expert_copies, link_of, shard_group, stage_links, tp_group
+from hpjob.plan.mesh_order import copy_group, data_group, expert_copies, link_of, shard_group, stage_link, tp_group
 from hpjob.plan.schedule import makespan
 from hpjob.plan.schedule_timeline import Span, timeline
 from hpjob.plan.shape import Shape
@@ -56,7 +56,6 @@ class StepModel:
         self.habits = habits or framework("hpjob")
         self.layers = LayerModel(shape, hardware, self.habits)
         self._known_stages: dict[tuple[object, ...], _Stages] = {}
-        self._known_hops: dict[tuple[object, ...], list[float]] = {}
         self._last: tuple[Layout, tuple[float, float, float, float, float]] | None = None
 
     def step(self, layout: Layout, *, simulate: bool = True) -> StepTime:
@@ -97,21 +96,20 @@ class StepModel:
         busy, comm = m * longest, m * comm_per_rank[per_rank.index(longest)]
         if pp == 1:
             return busy, busy, busy, comm, longest
-        hops, blocking = self._hops(layout), 1.0 - self.habits.pp_overlap
+        hop, blocking = self._hop(layout)
         ideal = busy + (sum(per_rank) - longest) / _bubble_divisor(layout)
         if simulate:
             own = self.habits.is_own
-            span = makespan(layout.style, pp, chunks, m, stages.times, hops, blocking, own_order=own)
+            span = makespan(layout.style, pp, chunks, m, stages.times, hop, blocking, own_order=own)
             return busy, min(span, ideal), span, comm, per_rank[0]
-        once = sum(hops[: pp - 1])
-        sent = 2 * once * max(1, chunks - 1) + 2 * m * chunks * max(hops) * blocking
-        return busy, ideal, ideal + sent, comm, per_rank[0]
+        hops = 2 * (pp - 1) * hop * max(1, chunks - 1) + 2 * m * chunks * hop * blocking
+        return busy, ideal, ideal + hops, comm, per_rank[0]
 
     def timeline(self, layout: Layout) -> tuple[Span, ...]:
         """Return when every pipeline rank does what."""
         times = self._stages(layout).times
-        hops, blocking = self._hops(layout), 1.0 - self.habits.pp_overlap
-        return timeline(layout.style, layout.pp, layout.chunks, layout.num_microbatches, times, hops, blocking)
+        hop, blocking = self._hop(layout)
+        return timeline(layout.style, layout.pp, layout.chunks, layout.num_microbatches, times, hop, blocking)
 
     def least(self, layout: Layout) -> float:
         """Return seconds that a step takes at least: compute spread evenly over the stages, and the bubble."""
@@ -191,23 +189,17 @@ class StepModel:
             [sum(stages.comm[rank::pp]) for rank in range(pp)],
         )
 
-    def _hops(self, layout: Layout) -> list[float]:
-        """Seconds from every stage to the next; 0 where both are on one rank."""
-        pp = layout.pp
-        key = (pp, layout.data_ranks * layout.tp, layout.tokens, layout.tp, layout.sharded_norms, layout.precision)
-        found = self._known_hops.get(key)
-        if found is None:
-            # Every tp rank sends its share; the receivers gather it inside the island.
-            size = layout.tokens * self.shape.hidden * layout.element_bytes
-            gather = 0.0
-            if layout.tp > 1 and not layout.sharded_norms:
-                gather = link_of(self.hardware, layout, tp_group(layout)).ring(layout.tp, size)
-            fit = self.hardware.fit.hop
-            found = [link.send(size / layout.tp) * fit + gather for link in stage_links(self.hardware, layout)]
-            self._known_hops[key] = found
-        if layout.style == "zbv":
-            return [*found[: pp - 1], 0.0, *reversed(found[: pp - 1])]
-        return [found[stage % pp] for stage in range(pp * layout.chunks - 1)]
+    def _hop(self, layout: Layout) -> tuple[float, float]:
+        """Seconds from a stage to the next, and the part that keeps both from computing."""
+        if layout.pp == 1:
+            return 0.0, 0.0
+        link = stage_link(self.hardware, layout)
+        # Every tp rank sends its share; the receivers gather it inside the island.
+        size = layout.tokens * self.shape.hidden * layout.element_bytes
+        hop = link.send(size / layout.tp) * self.hardware.fit.hop
+        if layout.tp > 1 and not layout.sharded_norms:
+            hop += link_of(self.hardware, layout, tp_group(layout)).ring(layout.tp, size)
+        return hop, 1.0 - self.habits.pp_overlap
 
     def _gather_layer(self, layout: Layout) -> float:
         """Seconds to gather one layer's weights; the gradients' way back takes about as long."""
@@ -269,7 +261,12 @@ class StepModel:
         shards = layout.state_shards if layout.zero else 1
         params = shared / shards + experts / max(1, shards // layout.ep)
         if layout.cpu_offload:
-            return params * self.habits.update_bytes / _HOST_BYTES_PER_S
+            # Gradients go to the host in fp32, from ZeRO-2 on for every microbatch, and new weights come back, with
+            # ZeRO-3 for both passes of every microbatch.
+            m = layout.num_microbatches
+            times = (m if layout.zero >= 2 else 1) + (2 * m if layout.zero == 3 else 1)
+            moved = times * 4.0 * params / self.hardware.host_bandwidth
+            return params * self.habits.update_bytes / _HOST_BYTES_PER_S + moved
         return self.hardware.traffic(params * self.habits.update_bytes) + self.hardware.fit.step_ms * 1e-3
 
 

@@ -10,7 +10,7 @@ from hpjob.plan.losses import KINDS, exceeds_words
 from hpjob.plan.model import Change
 from hpjob.plan.problem import Problem
 from hpjob.plan.reasons import recompute_words, summary
-from hpjob.plan.search import Candidate, survey
+from hpjob.plan.search import Candidate, best_of, survey
 
 _WORDS = {
     "compute": "compute",
@@ -72,7 +72,7 @@ def _nodes(problem: Problem, best: Candidate, limit_gib: float, now: int, count:
     words = f"{count} node{'s' if count > 1 else ''}"
     if not fitting:
         return Change(change=words, summary=f"no legal plan that fits with tp {best.layout.tp} · sp {best.layout.sp}")
-    return _change(words, best, min(fitting, key=lambda candidate: candidate.order))
+    return _change(words, best, best_of(fitting))
 
 
 def _mode(best: Candidate) -> dict[str, object]:

@@ -190,7 +190,8 @@ class ParallelSettings(Persisted):
     zero_shard_size: PositiveInt | None = None
     """ZeRO shards inside groups of this many neighbouring data-parallel ranks and copies across them, so that only
     the sum of gradients leaves a group; null = one group of all."""
-    cpu_offload: bool = False
+    cpu_offload: bool | Auto = "auto"
+    """Master weights and optimizer state in the host's memory; auto = only where nothing fits without."""
     pp_style: PipelineStyle | Auto = "auto"
     num_model_chunks: PositiveInt | Auto = "auto"
     num_microbatches: PositiveInt | Auto = "auto"

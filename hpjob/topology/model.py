@@ -137,6 +137,10 @@ class MachineType(Persisted):
     """All NICs of a node together, per direction."""
     nic_latency_us: float = 5.0
     island_latency_us: float = 2.0
+    host_memory_gib: float | None = None
+    """Of a node; None = not known."""
+    host_bandwidth_gb_s: float | None = None
+    """Per GPU and direction between its memory and the host's; None = not known."""
     sources: dict[str, str]
     """Field name -> where the value comes from."""
 

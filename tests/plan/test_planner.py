@@ -131,13 +131,12 @@ def test_shards_in_groups_and_offloading_reach_the_plan() -> None:
 
 def test_nothing_fits_says_how_much_is_missing_and_what_helps() -> None:
     with pytest.raises(NothingFitsError) as caught:
-        _plan("70b", 1, "dgx-a100-80g")
+        _plan("70b", 1, "dgx-a100-80g", "parallel.cpu_offload=false")
     assert "GiB a GPU" in caught.value.message
     assert "GiB are missing" in caught.value.message
     assert caught.value.hint.endswith("; or use --nodes 2")
     # 69e9 parameters of 16 bytes in the memory of one node.
-    assert "--set parallel.cpu_offload=true (slower; takes about 1,028 GiB of a node's own memory)" in caught.value.hint
-    assert _plan("70b", 1, "dgx-a100-80g", "parallel.cpu_offload=true").cpu_offload
+    assert "leave cpu_offload auto (slower; takes about 1,028 GiB of a node's own memory)" in caught.value.hint
     everything = [f"parallel.{name}=1" for name in ("tp_size", "pp_size", "sp_size", "zero_stage")]
     with pytest.raises(NothingFitsError) as caught:
         _plan("70b", 2, "dgx-a100-80g", *everything)

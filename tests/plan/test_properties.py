@@ -12,7 +12,7 @@ from hpjob.plan.memory import GIB
 from hpjob.plan.model import Plan
 from hpjob.plan.planner import make_plan
 from hpjob.plan.problem import Problem
-from hpjob.plan.search import survey
+from hpjob.plan.search import SAME, survey
 from hpjob.plan.shape import shape_of
 from hpjob.recipe.load import load_recipe
 from hpjob.recipe.model import Recipe
@@ -62,13 +62,14 @@ def test_plans_fill_the_world_run_and_fit(recipe: Recipe, machine: str, nodes: i
 @given(recipe=_recipes(), machine=_MACHINES, nodes=st.sampled_from([1, 2, 4]), factor=st.floats(1.05, 3))
 @settings(max_examples=5, deadline=None)
 def test_more_memory_never_makes_the_best_plan_slower(recipe: Recipe, machine: str, nodes: int, factor: float) -> None:
+    """As far as predicted times tell plans apart: of those that they do not, the simplest one is taken."""
     base = load_machine(machine)
     larger = base.model_copy(update={"gpu_memory_gib": base.gpu_memory_gib * factor})
     small = _made(recipe, machine, nodes)
     if small is None:
         return
     large = make_plan(recipe, machine_topology(larger, nodes))
-    assert large.time.step_s <= small.time.step_s * (1 + 1e-6)
+    assert large.time.step_s <= small.time.step_s * (1 + SAME + 1e-6)
 
 
 @given(recipe=_recipes(), machine=_MACHINES)
