@@ -106,8 +106,18 @@ def _stop_reason(record: RunRecord, job: JobState) -> str:
         elif attempt.reason and not parts:
             parts.append(attempt.reason)
     elif job.phase == "stopped" and not parts:
-        parts.append("its job ended before the ranks started")
+        parts.append(_damaged_record(record) or "its job ended before the ranks started")
     return ", ".join(parts)
+
+
+def _damaged_record(record: RunRecord) -> str | None:
+    """Say that the newest attempt has a record that cannot be read."""
+    newest = record.files.attempt_list()[-1:]
+    known = record.last_attempt
+    for files in newest:
+        if files.attempt_json.exists() and (known is None or known.files.path != files.path):
+            return f"attempts/{files.path.name}/{files.attempt_json.name} is damaged: what its ranks did is not known"
+    return None
 
 
 def first_line(failure: Failure) -> str:

@@ -12,6 +12,7 @@ from hpjob.cli.find_run import run_argument
 from hpjob.cli.run_status import RunStatus, run_status
 from hpjob.core.quantity import duration
 from hpjob.core.run_dir import RunDir
+from hpjob.slurm.live import read_submissions, runs_elsewhere
 from hpjob.slurm.query import JobState
 
 _POLL_S = 1.0
@@ -25,6 +26,13 @@ def watch_run(run: RunDir) -> None:
 
     Ctrl-C ends the watching, never the run.
     """
+    submissions = read_submissions(run)
+    if submissions and runs_elsewhere(submissions[-1]):
+        typer.echo(
+            f"{run.name} runs without Slurm on {submissions[-1].host}: its files show its steps here, but not "
+            f"whether its processes still live (`hpjob status {run_argument(run)}` there does)",
+            err=True,
+        )
     try:
         if sys.stderr.isatty():
             _watch_on_terminal(run)

@@ -12,6 +12,7 @@ _UNIT_S = {"s": 1, "m": 60, "min": 60, "h": 3600, "d": 86400}
 _SUFFIXED = re.compile(r"(?:\d+(?:\.\d+)?\s*(?:min|[smhd])\s*)+", re.ASCII)
 _SUFFIXED_PART = re.compile(r"(\d+(?:\.\d+)?)\s*(min|[smhd])", re.ASCII)
 _SLURM_DAYS = re.compile(r"(\d+)-(\d{1,2})(?::(\d{1,2}))?(?::(\d{1,2}))?", re.ASCII)
+_LONGEST_S = 10 * 366 * 86400
 _CLOCK = re.compile(r"(\d+):(\d{2}):(\d{2})", re.ASCII)
 
 
@@ -19,13 +20,20 @@ def parse_duration_s(value: object) -> int:
     """Read a duration as ``"90m"``, ``"1h30m"``, ``"01:30:00"`` or ``"2-12:00:00"`` in seconds.
 
     Raises:
-        ValueError: A bare number, an ambiguous form such as ``1:30``, or no duration at all.
+        ValueError: A bare number, an ambiguous form such as ``1:30``, no duration at all, or more than ten years.
     """
+    seconds = _duration_s(value)
+    if seconds > _LONGEST_S:
+        raise ValueError("is longer than ten years: write what one attempt may take, such as 12h or 7-00:00:00")
+    return round(seconds)
+
+
+def _duration_s(value: object) -> float:
     if isinstance(value, bool) or not isinstance(value, str):
         raise ValueError('needs a unit: write "90m", "1h30m" or "01:30:00" in quotes')
     text = value.strip()
     if _SUFFIXED.fullmatch(text):
-        return round(sum(float(n) * _UNIT_S[u] for n, u in _SUFFIXED_PART.findall(text)))
+        return sum(float(n) * _UNIT_S[u] for n, u in _SUFFIXED_PART.findall(text))
     if match := _SLURM_DAYS.fullmatch(text):
         days, hours, minutes, seconds = (int(part or 0) for part in match.groups())
         return ((days * 24 + hours) * 60 + minutes) * 60 + seconds

@@ -152,12 +152,13 @@ def _new_plan(run: RunDir, old: Plan, topology: Topology) -> Plan:
         found = replan(load_recipe(str(run.recipe), []), topology, previous=old, gpus_per_node=old.gpus_per_node)
     except HpjobError as error:
         raise NothingFitsError(
-            f"the plan is for {old.num_nodes} nodes, Slurm gave {count}, and no plan fits these: {error.message}",
-            hint=f"start it on {old.num_nodes} nodes, or `hpjob resume {run.path} --nodes N`",
+            f"the plan is for {_nodes(old.num_nodes)}, Slurm gave {count}, and no plan fits these: {error.message}",
+            hint=f"start it on {_nodes(old.num_nodes)}, or `hpjob resume {run.path} --nodes N`",
         ) from None
     if problems := unsupported_by_runtime(found.plan):
         raise NothingFitsError(
-            f"no plan for {count} nodes can be run: {'; '.join(problems)}", hint=f"start it on {old.num_nodes} nodes"
+            f"no plan for {_nodes(count)} can be run: {'; '.join(problems)}",
+            hint=f"start it on {_nodes(old.num_nodes)}",
         )
     logger.info("Slurm gave %d nodes, the plan was for %d: now %s", count, old.num_nodes, found.plan.summary)
     for note in found.notes:
@@ -250,3 +251,7 @@ def _log_start(document: Mapping[str, object], plan: Plan) -> None:
     logger.info("plan: %s", plan.summary)
     if site:
         logger.info("site: %s", site)
+
+
+def _nodes(count: int) -> str:
+    return f"{count} node{'s' if count != 1 else ''}"

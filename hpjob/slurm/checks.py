@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 
 from hpjob.core.errors import UserInputError
@@ -53,6 +54,23 @@ def check_save_window(spec: JobSpec, *, save_s: float, default_limit_s: int | No
             hint=f"give at least --time {slurm_time(int(window_s) + 120)} (signal {spec.signal_lead_s} s before the "
             f"end, up to {SIGNAL_EARLY_S} s early, about {save_s:.0f} s to save)",
         )
+
+
+def check_name(what: str, name: object) -> None:
+    """Refuse what cannot be the name of a partition, an account or a QOS; None is none.
+
+    Raises:
+        UserInputError: It is empty or has spaces, quotes or signs that a script would read as something else.
+    """
+    if name is not None and not re.fullmatch(r"[^\s'\"\\#;$`&|<>()]+", str(name)):
+        raise UserInputError(
+            f"{what} {name!r} is no name that Slurm can have",
+            hint=f"give the name alone, without spaces and quotes, such as --{what} {_name_alone(str(name))}",
+        )
+
+
+def _name_alone(text: str) -> str:
+    return "".join(re.findall(r"[\w.,-]+", text)[:1]) or "NAME"
 
 
 def find_partition(name: str | None, site: Site) -> Partition | None:

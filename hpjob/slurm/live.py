@@ -91,7 +91,7 @@ def submission_state(submission: Submission) -> JobState:
     """Return the state of a submitted job, whoever runs it."""
     if submission.executor == "slurm":
         return job_state(submission.job_id)
-    if submission.host != socket.gethostname():
+    if runs_elsewhere(submission):
         return JobState(
             job_id=submission.job_id,
             phase="unknown",
@@ -107,6 +107,11 @@ def submission_state(submission: Submission) -> JobState:
         reason="",
         words="running on this machine" if alive else "ended",
     )
+
+
+def runs_elsewhere(submission: Submission) -> bool:
+    """Whether a job runs without Slurm on another machine, whose processes cannot be seen from here."""
+    return submission.executor == "local" and submission.host != socket.gethostname()
 
 
 def local_process(submission: Submission) -> psutil.Process | None:

@@ -19,7 +19,7 @@ from hpjob.recipe.data_files import check_token_files
 from hpjob.recipe.load import load_recipe
 from hpjob.recipe.model import Recipe
 from hpjob.recipe.weight_files import check_weight_files
-from hpjob.slurm.checks import check_against_site, check_save_window, find_partition
+from hpjob.slurm.checks import check_against_site, check_name, check_save_window, find_partition
 from hpjob.slurm.continuation import decide_chain, preemption, shared_folder_note, window_note
 from hpjob.slurm.lead import bound_loss, expected_save_s, signal_lead_s
 from hpjob.slurm.leave_out import leave_out_bad_nodes
@@ -226,10 +226,13 @@ def _recipe(request: Request) -> Recipe:
     if request.time is not None:
         try:
             job["time_limit"] = parse_duration_s(request.time)
-        except ValueError:
+        except ValueError as error:
+            what = str(error).partition(":")[0]
             raise UserInputError(
-                f"--time {request.time!r} is no clear duration", hint="write --time 90m, 12h, 12:00:00 or 1-12:00:00"
+                f"--time {request.time!r} {what}", hint="write --time 90m, 12h, 12:00:00 or 1-12:00:00"
             ) from None
+    for name in ("partition", "account", "qos"):
+        check_name(name, job.get(name, getattr(recipe.job, name)))
     data = {"path": os.path.abspath(recipe.data.path)} if recipe.data.path else {}  # noqa: PTH100 (keeps links)
     start = recipe.training.initial_weights
     training = {"initial_weights": os.path.abspath(start)} if start else {}  # noqa: PTH100

@@ -287,3 +287,14 @@ def test_resume_on_another_number_of_nodes_says_what_differs(cli: Cli, run: RunD
     assert (plan["num_nodes"], plan["global_batch_size"]) == (1, 16)
     recipe = run.recipe.read_text(encoding="utf-8")
     assert "num_microbatches: 2" in recipe and "microbatch_size: 4" in recipe
+
+
+def test_a_damaged_record_of_the_attempt_is_said(cli: Cli, run: RunDir, fake_slurm: FakeSlurm) -> None:
+    attempt = begin(run)
+    attempt.attempt_json.write_text('{"version": 1, "job_', encoding="utf-8")
+    fake_slurm.answer("squeue", "FAILED|NonZeroExitCode|n[1-2]|N/A|\n")
+    shown = cli("status").out
+    assert "attempts/0000/attempt.json is damaged" in shown
+    assert "before the ranks started" not in shown
+    attempt.attempt_json.unlink()
+    assert "its job ended before the ranks started" in cli("status").out

@@ -173,3 +173,22 @@ def test_a_plan_that_the_runtime_cannot_run_is_refused_before_the_queue(cli: Cli
     result = cli(*TINY, *change)
     assert result.code == 2 and "runtime cannot run" in result.err
     assert cli(*TINY, *change, "--dry-run").code == 0
+
+
+@pytest.mark.parametrize(
+    ("option", "value", "what"),
+    [
+        ("--time", "99999999999h", "is longer than ten years"),
+        ("--time", "90", "is no clear duration"),
+        ("--partition", "a b", "partition 'a b' is no name that Slurm can have"),
+        ("--account", "lab;ls", "account 'lab;ls' is no name that Slurm can have"),
+    ],
+)
+def test_what_slurm_cannot_take_is_refused_in_a_dry_run(
+    cli: Cli, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, option: str, value: str, what: str
+) -> None:
+    without_slurm(tmp_path / "bin", monkeypatch)
+    result = cli("submit", "--nodes", "4", "--recipe", "70b", "--machine", "dgx-a100-80g", "--dry-run", option, value)
+    assert result.code == 2
+    assert what in result.err and "hint:" in result.err
+    assert result.out == ""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import itertools
+import socket
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -12,6 +13,7 @@ from rich.console import Console
 
 from hpjob.cli import watch
 from hpjob.core.run_dir import RunDir
+from hpjob.slurm.live import Submission, record_submission
 
 
 def _status(step: int) -> SimpleNamespace:
@@ -37,3 +39,18 @@ def test_bar_speed_and_time_left_fit_an_80_column_terminal(monkeypatch: pytest.M
     assert "12,682 tokens/s" in last
     assert last.rstrip().endswith("left")
     assert "…" not in last
+
+
+@pytest.mark.parametrize(("host", "said"), [("another-host", True), (socket.gethostname(), False)])
+def test_what_cannot_be_seen_of_a_run_on_another_host_is_said(
+    host: str, said: bool, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = RunDir(tmp_path / "tiny-001")
+    run.path.mkdir()
+    record_submission(
+        run, Submission(job_id="7", executor="local", submitted_at=0.0, host=host, process_created_at=0.0)
+    )
+    monkeypatch.setattr(watch, "_updates", lambda _: iter([_status(60)]))
+    watch.watch_run(run)
+    text = capsys.readouterr().err
+    assert ("runs without Slurm on another-host" in text and "whether its processes still live" in text) == said

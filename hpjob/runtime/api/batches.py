@@ -53,6 +53,25 @@ def to_batch(given: Any, seq_length: int) -> Batch:
     return _filled(_shifted(ids, tensors), seq_length)
 
 
+def check_vocabulary(batch: Batch, vocab_size: int) -> None:
+    """Refuse token numbers that a model does not have; only on CPU, where looking waits for no device.
+
+    Raises:
+        UserInputError: An input or a label that counts is no token of the vocabulary.
+    """
+    for name, ids in (("input_ids", batch.input_ids), ("labels", batch.labels)):
+        if ids.device.type != "cpu" or not ids.numel():
+            continue
+        counted = ids if name == "input_ids" else ids[ids != IGNORED_LABEL]
+        outside = counted[(counted < 0) | (counted >= vocab_size)]
+        if outside.numel():
+            raise UserInputError(
+                f"batch[{name!r}] has token {int(outside[0])}, the model's vocabulary has {vocab_size} "
+                f"(0 to {vocab_size - 1})",
+                hint="use the model's own tokenizer, or a model with a larger vocab_size",
+            )
+
+
 def as_mapping(given: Any) -> dict[str, Tensor]:
     """Return a batch's tensors by name; a tensor alone is its ``input_ids``.
 

@@ -15,7 +15,7 @@ from torch.distributed.checkpoint.state_dict_saver import save
 from hpjob.core.errors import UserInputError
 from hpjob.plan.model import Plan
 from hpjob.recipe.model import Recipe
-from hpjob.runtime.api.batches import as_mapping, to_batch
+from hpjob.runtime.api.batches import as_mapping, check_vocabulary, to_batch
 from hpjob.runtime.api.folder import save_folder
 from hpjob.runtime.api.outputs import CausalLMOutput, MergedOutput
 from hpjob.runtime.engine import Batch, Engine, StepResult
@@ -196,7 +196,9 @@ class HybridModel:
         load_weights(Path(path), self.recipe.model, self.engine.parameters)
 
     def _batch(self, given: Any) -> Batch:
-        return to_batch(given, self.plan.seq_length)
+        batch = to_batch(given, self.plan.seq_length)
+        check_vocabulary(batch, self.recipe.model.vocab_size)
+        return batch
 
     def _forward_backward(self, batch: Batch, head: _CriterionHead | None, optimizer: HybridOptimizer) -> Tensor:
         self._refuse_unused_gradients()

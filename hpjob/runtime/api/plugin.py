@@ -42,8 +42,10 @@ class HybridParallelPlugin:
             model.train_step(batch)
     """
 
-    def __init__(self, tp_size: int, pp_size: int, **settings: Any) -> None:
-        document = {"tp_size": tp_size, "pp_size": pp_size, **settings}
+    def __init__(self, tp_size: int | None = None, pp_size: int | None = None, **settings: Any) -> None:
+        # A size that a misspelt name leaves out is said with the nearest name, not by Python.
+        sizes = {"tp_size": tp_size, "pp_size": pp_size}
+        document = {name: size for name, size in sizes.items() if size is not None} | settings
         self.parameters = parse(PluginParameters, document, source=type(self).__name__)
         rules = broken_rules(self.parameters)
         if rules:

@@ -8,7 +8,8 @@ import pytest
 import torch
 
 from hpjob.core.errors import UserInputError
-from hpjob.runtime.api.batches import to_batch
+from hpjob.runtime.api.batches import check_vocabulary, to_batch
+from hpjob.runtime.engine import Batch
 
 IDS = torch.tensor([[5, 6, 7, 8]])
 
@@ -58,3 +59,15 @@ def test_what_does_not_fit_is_said(given: Any, sentence: str) -> None:
 def test_token_numbers_are_whole() -> None:
     with pytest.raises(UserInputError, match="floating-point"):
         to_batch({"input_ids": IDS.float()}, 4)
+
+
+@pytest.mark.parametrize(("name", "token"), [("input_ids", 100), ("input_ids", -1), ("labels", 512)])
+def test_tokens_outside_the_vocabulary_are_named(name: str, token: int) -> None:
+    ids = torch.zeros(1, 8, dtype=torch.int64)
+    labels = torch.full((1, 8), -100)
+    fine = Batch(input_ids=ids, labels=labels, position_ids=ids)
+    check_vocabulary(fine, 100)
+    {"input_ids": ids, "labels": labels}[name][0, 5] = token
+    with pytest.raises(UserInputError, match=f"{name}.*has token {token}, the model's vocabulary has 100"):
+        check_vocabulary(fine, 100)
+    check_vocabulary(Batch(input_ids=ids.to("meta"), labels=labels.to("meta"), position_ids=ids), 100)

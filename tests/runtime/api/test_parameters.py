@@ -99,3 +99,13 @@ def test_ranks_come_from_torchrun_or_srun() -> None:
     assert ranks_of_environment({}).world_size == 1
     with pytest.raises(UserInputError, match="MASTER_ADDR and MASTER_PORT not set"):
         ranks_of_environment({"RANK": "0", "WORLD_SIZE": "2"})
+
+
+def test_a_misspelt_size_is_named_with_the_right_one() -> None:
+    with pytest.raises(UserInputError) as caught:
+        HybridParallelPlugin(tpsize=2, pp_size=1)
+    text = f"{caught.value.message} {caught.value.hint}"
+    assert "tpsize: unknown key" in text
+    assert "did you mean `tp_size`?" in text
+    with pytest.raises(UserInputError, match="tp_size"):
+        HybridParallelPlugin(pp_size=1)
