@@ -96,7 +96,7 @@ def test_another_batch_or_sequence_is_another_run() -> None:
 
 
 def test_when_nothing_fits_the_nearest_node_counts_are_named() -> None:
-    recipe = load_recipe("70b", [])
+    recipe = load_recipe("70b", ["parallel.cpu_offload=false"])
     previous = make_plan(recipe, _nodes(4))
     with pytest.raises(NothingFitsError) as caught:
         replan(recipe, _nodes(1), previous=previous)
