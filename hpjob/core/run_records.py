@@ -87,6 +87,21 @@ def write_json(path: Path, document: Mapping[str, Any]) -> None:
     write_text_atomically(path, json.dumps(document, indent=2) + "\n")
 
 
+def write_json_once(path: Path, document: Mapping[str, Any]) -> None:
+    """Write an object as :func:`write_json` does unless the file is there by then: who wrote it first knew more."""
+    temporary = path.with_name(f".{path.name}.{os.getpid()}.once")
+    write_json(temporary, document)
+    try:
+        os.link(temporary, path)
+    except FileExistsError:
+        return
+    except OSError:  # a file system without links
+        if not path.exists():
+            temporary.replace(path)
+    finally:
+        temporary.unlink(missing_ok=True)
+
+
 def append_json_line(path: Path, document: Mapping[str, Any]) -> None:
     """Append one object to a JSON-lines file."""
     with path.open("a", encoding="utf-8") as stream:

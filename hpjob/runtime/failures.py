@@ -11,6 +11,7 @@ import logging
 import os
 import re
 import sys
+import threading
 import time
 import traceback
 from collections.abc import Callable
@@ -18,12 +19,23 @@ from dataclasses import asdict
 from typing import NoReturn
 
 from hpjob.core.errors import EnvironmentProblemError, ExitCode, HpjobError
-from hpjob.core.run_records import Failure, FailureKind, Outcome, first_failure, read_failures, write_json
+from hpjob.core.run_records import (
+    Failure,
+    FailureKind,
+    Outcome,
+    first_failure,
+    newest_checkpoint_step,
+    read_failures,
+    write_json,
+    write_json_once,
+)
 from hpjob.runtime.health.progress import Progress
 from hpjob.runtime.health.stacks import all_stacks, main_thread_frame
 from hpjob.runtime.rank import Rank
 
 log = logging.getLogger(__name__)
+_OTHER_REPORT_S = 60.0
+"""How long a thread that wants to end the process waits for another one that is just saying why."""
 
 # Texts of gloo, the store and NCCL when the other side went away or never came. They come as
 # RuntimeError (or a subclass), so a connection error of a person's own code is not mistaken for one.
@@ -79,6 +91,7 @@ class FailureReporter:
         self.step = 0
         self.checkpoint_step = 0
         self.notify: Callable[[str], None] | None = None
+        self._reporting = threading.Lock()
 
     def note_checkpoint(self, step: int) -> None:
         """Take note of a complete checkpoint."""
@@ -93,12 +106,14 @@ class FailureReporter:
             shown = f"error: {error.message}\nhint: {error.hint}"
         elif isinstance(error, KeyboardInterrupt):
             code = ExitCode.INTERRUPTED
+        self._take_the_word()
         log.error("rank %d on %s failed\n%s", self.rank.rank, self.rank.node, shown)
         self._report(classify(error), type(error).__name__, message, text)
         leave_process(int(code))
 
     def leave_for_peer(self, why: str) -> NoReturn:
         """End the process because another rank failed; called from the watcher's thread."""
+        self._take_the_word()
         main_thread = main_thread_frame()
         stack = "".join(traceback.format_stack(main_thread)) if main_thread else ""
         log.error("rank %d on %s ends: %s\n%s", self.rank.rank, self.rank.node, why, stack.rstrip())
@@ -112,6 +127,7 @@ class FailureReporter:
             why: What was found.
             name: ``Hang`` = the others wait for this rank; ``Deadlock`` = nobody is to blame.
         """
+        self._take_the_word()
         stacks = all_stacks()
         log.error("rank %d on %s ends: %s\n%s", self.rank.rank, self.rank.node, why, stacks)
         faulthandler.dump_traceback(all_threads=True)
@@ -132,6 +148,14 @@ class FailureReporter:
                 reported_by=self.rank.rank,
             )
         )
+
+    def _take_the_word(self) -> None:
+        """Let one thread say why this rank ends; another would end the process before that is written.
+
+        The lock is never given back: who has it ends the process.
+        """
+        if not self._reporting.acquire(timeout=_OTHER_REPORT_S):
+            leave_process(int(ExitCode.ENVIRONMENT))
 
     def _report(self, kind: FailureKind, exception: str, message: str, text: str) -> None:
         failure = Failure(
@@ -156,18 +180,20 @@ class FailureReporter:
     def _write_record(self, failure: Failure) -> None:
         path = self.rank.attempt.failure(failure.rank)
         # Others may have said already why this rank ends; it must not say that it only lost them.
-        if path.exists() and (failure.kind == "peer-lost" or failure.reported_by is not None):
-            return
+        knows_little = failure.kind == "peer-lost" or failure.reported_by is not None
+        write = write_json_once if knows_little else write_json
         try:
             path.parent.mkdir(exist_ok=True)
-            write_json(path, asdict(failure))
+            write(path, asdict(failure))
         except OSError as error:
             log.error("the failure record could not be written: %s", error)
 
     def _write_outcome(self, reason: str) -> None:
         if self.rank.attempt.outcome.exists():
             return
-        outcome = Outcome(kind="failed", step=self.checkpoint_step, reason=reason, time=time.time())
+        # A save that ended in the background since the last step boundary is known only to the folder.
+        step = max(self.checkpoint_step, newest_checkpoint_step(self.rank.run_dir))
+        outcome = Outcome(kind="failed", step=step, reason=reason, time=time.time())
         try:
             write_json(self.rank.attempt.outcome, asdict(outcome))
         except OSError as error:

@@ -26,8 +26,11 @@ from torch._C._distributed_c10d import PrefixStore, TCPStore
 from torch.distributed.tensor import debug
 
 from hpjob.core.errors import HpjobError
+from hpjob.runtime.failures import classify
 
 _PRELOAD = ["hpjob.runtime.engine", "hpjob.runtime.parity.worker"]
+_CAUSE_S = 10.0
+"""How long an error that only says that another worker went away waits for that one's."""
 _SETTINGS = {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo", "TOKENIZERS_PARALLELISM": "false"}
 
 
@@ -50,6 +53,15 @@ class WorkerError(RuntimeError):
 class _Worker:
     process: Any
     connection: Connection
+
+
+@dataclass(frozen=True, slots=True)
+class _Failed:
+    rank: int
+    trace: str
+    refusal: str | None
+    lost_a_peer: bool
+    """Whether the error only says that another worker went away."""
 
 
 class ProcessPool:
@@ -153,16 +165,30 @@ class ProcessPool:
                 rank = open_ranks.pop(connection)  # type: ignore[call-overload]
                 ok, payload = self._answer(connection, rank)  # type: ignore[arg-type]
                 if not ok:
+                    failed = self._cause(_Failed(rank, *payload), open_ranks)
                     self.close()
-                    raise WorkerError(rank, *payload)
+                    raise WorkerError(failed.rank, failed.trace, failed.refusal)
                 results[rank] = payload
         return [results[rank] for rank in range(world)]
+
+    def _cause(self, failed: _Failed, open_ranks: dict[Connection, int]) -> _Failed:
+        """Return the failure that this one follows from: a worker's peers may answer before its own end shows."""
+        while failed.lost_a_peer and open_ranks:
+            ready = wait(list(open_ranks), timeout=_CAUSE_S)
+            if not ready:
+                break
+            for connection in ready:
+                rank = open_ranks.pop(connection)  # type: ignore[call-overload]
+                ok, payload = self._answer(connection, rank)  # type: ignore[arg-type]
+                if not ok and failed.lost_a_peer:
+                    failed = _Failed(rank, *payload)
+        return failed
 
     def _answer(self, connection: Connection, rank: int) -> tuple[bool, Any]:
         try:
             return pickle.loads(connection.recv_bytes())  # type: ignore[no-any-return]
         except (EOFError, OSError):
-            return False, (f"the process ended with code {self._exit_code(rank)}", None)
+            return False, (f"the process ended with code {self._exit_code(rank)}", None, False)
 
 
 def _serve(connection: Connection) -> None:
@@ -175,7 +201,8 @@ def _serve(connection: Connection) -> None:
         try:
             answer = (True, _run(rank, job, call))
         except Exception as error:
-            answer = (False, (traceback.format_exc(), error.message if isinstance(error, HpjobError) else None))
+            refusal = error.message if isinstance(error, HpjobError) else None
+            answer = (False, (traceback.format_exc(), refusal, classify(error) == "peer-lost"))
         connection.send_bytes(pickle.dumps(answer))
 
 

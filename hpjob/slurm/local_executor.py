@@ -9,6 +9,7 @@ from __future__ import annotations
 import functools
 import os
 import shlex
+import signal
 import subprocess
 import sys
 from collections.abc import Sequence
@@ -17,7 +18,7 @@ from typing import Any
 
 from submitit.local.local import Controller, LocalExecutor, LocalJob
 
-from hpjob.slurm.local_job import run_local_job
+from hpjob.slurm.local_job import HELD_SIGNALS, run_local_job
 
 # A preempted run goes on until it is finished; whether it makes progress is judged by `attempt_end`.
 _MAX_STARTS = 1_000_000
@@ -76,4 +77,5 @@ class DetachedLocalExecutor(LocalExecutor):
 
 
 if __name__ == "__main__":
+    signal.pthread_sigmask(signal.SIG_BLOCK, HELD_SIGNALS)  # its children inherit that
     Controller(Path(sys.argv[1])).run(max_retry=_MAX_STARTS)

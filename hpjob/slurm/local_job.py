@@ -22,6 +22,8 @@ from hpjob.slurm.model import JobSpec
 from hpjob.slurm.submit_environment import cleaned
 
 logger = logging.getLogger("hpjob")
+HELD_SIGNALS = (signal.SIGUSR1, signal.SIGUSR2)
+"""What asks to save waits until somebody listens: before that it would end the process."""
 
 
 def run_local_job(run_dir: str) -> None:
@@ -32,7 +34,7 @@ def run_local_job(run_dir: str) -> None:
     """
     logging.basicConfig(stream=sys.stderr, level=logging.INFO, format="%(name)s: %(message)s")
     # Should the controller be killed, the ranks save and leave instead of running on unseen.
-    die_with(os.getppid(), signal.SIGTERM)()
+    die_with(int(os.environ["SUBMITIT_LOCAL_JOB_ID"]), signal.SIGTERM)()
     try:
         code = _run(RunDir(Path(run_dir)), os.environ["SUBMITIT_LOCAL_JOB_ID"])
     except HpjobError as error:
@@ -50,6 +52,7 @@ def _run(run: RunDir, job_id: str) -> int:
     spec = parse(JobSpec, read_json(run.spec) or {}, source=str(run.spec))
     launcher = LocalLauncher(run, spec.python, rank_environment(os.environ, spec.env))
     launcher.install_signal_handlers()
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, HELD_SIGNALS)
     attempt = begin(run, _start(run, job_id))
     exit_code, ends = launcher.run(attempt)
     match end_attempt(run, attempt, exit_code, ends):

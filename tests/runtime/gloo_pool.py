@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 MAX_WORLD = 4
-TIME_LIMIT_S = 120
+TIME_LIMIT_S = 300
 PRELOADED = (
     "torch",
     "torch.distributed",

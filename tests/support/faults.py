@@ -16,9 +16,22 @@ from typing import Any
 Fault = Callable[[int], None]
 
 
-def before_step(action: Callable[[], None], *, rank: int, step: int) -> Fault:
-    """Call ``action`` when a rank is about to do a step."""
-    return partial(_before_step, action, rank, step)
+def before_step(action: Callable[[], None], *, rank: int, step: int, after: Path | None = None) -> Fault:
+    """Call ``action`` when a rank is about to do a step.
+
+    Args:
+        action: What to do.
+        rank: Who does it.
+        step: When.
+        after: A path that has to exist first, such as the checkpoint that a background save is still making; the rank
+            waits for it while the other ranks wait for the rank.
+    """
+    return partial(_before_step, action, rank, step, after)
+
+
+def hold_before_step(gate: Path, *, rank: int, step: int) -> Fault:
+    """Let training stand still before a step until ``gate`` exists, however fast it would have been over."""
+    return before_step(_go_on, rank=rank, step=step, after=gate)
 
 
 def kill_in_save(moment: str, *, rank: int, step: int) -> Fault:
@@ -29,6 +42,10 @@ def kill_in_save(moment: str, *, rank: int, step: int) -> Fault:
 def fail_save(step: int, *, rank: int) -> Fault:
     """Let a rank's writes beyond a few kilobytes fail while a step is saved, as on a full disk."""
     return partial(_fail_save, step, rank)
+
+
+def _go_on() -> None:
+    """Do nothing."""
 
 
 def kill_self() -> None:
@@ -111,13 +128,15 @@ def terminate_self() -> None:
     os.kill(os.getpid(), signal.SIGTERM)
 
 
-def _before_step(action: Callable[[], None], wanted_rank: int, wanted_step: int, rank: int) -> None:
+def _before_step(action: Callable[[], None], wanted_rank: int, wanted_step: int, after: Path | None, rank: int) -> None:
     from hpjob.runtime.engine import Engine
 
     original = Engine.train_step
 
     def train_step(self: Engine, batch: Any, step: int) -> Any:
         if (rank, step) == (wanted_rank, wanted_step):
+            while after is not None and not after.exists():
+                time.sleep(0.01)
             action()
         return original(self, batch, step)
 

@@ -11,6 +11,6 @@ from hpjob.runtime.process_pool import ProcessPool
 @functools.cache
 def shared_rank_pool() -> ProcessPool:
     """Return the pool of this test process."""
-    pool = ProcessPool(4, timeout_s=120)
+    pool = ProcessPool(4)
     atexit.register(pool.close)
     return pool

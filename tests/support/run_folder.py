@@ -29,7 +29,8 @@ FORKSERVER.set_forkserver_preload(["hpjob.runtime.session", "hpjob.runtime.launc
 Fault = Callable[[int], None]
 
 VOCAB = 512
-PATIENCE_S = 120.0
+PATIENCE_S = 240.0
+"""For things that take seconds on a machine with nothing else to do."""
 
 
 def write_tokens(folder: Path, num_tokens: int = 20_000, vocab_size: int = VOCAB, seed: int = 7) -> Path:

@@ -124,7 +124,7 @@ class CheckpointKeeper:
         if not wait:
             self._report_memory()
         if wait or self._saver.shortage_bytes:
-            self._wait()
+            self._wait(since=began)
 
     def _report_memory(self) -> None:
         """Say once what copies of the state cost, or that there is no room for them."""
@@ -140,16 +140,16 @@ class CheckpointKeeper:
         if self._started is None:
             return
         running, began = self._started.position.step, time.perf_counter()
-        self._wait()
+        self._wait(since=began - self._started.stall_s)
         waited_s = time.perf_counter() - began
         self._records.event("checkpoint-waited", step=step, running=running, wait_s=waited_s)
 
-    def _wait(self) -> None:
-        began = time.perf_counter()
+    def _wait(self, *, since: float) -> None:
+        """Wait for the save that runs; ``since`` is from when on all time counts as standstill."""
         result = self._saver.collect()
         started, self._started = self._started, None
         if started is not None and result is not None:
-            self._report(result, started.stall_s + time.perf_counter() - began)
+            self._report(result, time.perf_counter() - since)
 
     def _report(self, result: SaveResult, stall_s: float) -> None:
         self.error = result.error

@@ -100,7 +100,7 @@ class OneRank:
                 store=dist.HashStore(),
                 device=torch.device("cpu"),
                 ranks_on_node=1,
-                timeout_s=60,
+                timeout_s=600,
                 make_durable=self.records.sync_metrics,
             )
         )

@@ -21,21 +21,25 @@ from hpjob.runtime.checkpoint.listing import list_checkpoints
 from tests.runtime.checkpoint.conftest import OneRank, flip_byte
 
 pytestmark = pytest.mark.usefixtures("one_rank")
-WAIT_S = 60
+WAIT_S = 240
 
 
 class Gate:
     """Holds a save before its first byte until it is opened."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        self._open = threading.Event()
+        self._open, self._reached = threading.Event(), threading.Event()
         original = save_module.write_shards
 
         def write_shards(*args: Any) -> Any:
+            self._reached.set()
             assert self._open.wait(WAIT_S)
             return original(*args)
 
         monkeypatch.setattr(save_module, "write_shards", write_shards)
+
+    def wait_until_reached(self) -> None:
+        assert self._reached.wait(WAIT_S)
 
     def open(self) -> None:
         self._open.set()
@@ -52,6 +56,7 @@ def test_training_goes_on_and_the_checkpoint_holds_the_step_it_began_at(tmp_path
     rank = OneRank(tmp_path, every_steps=2)
     rank.train(1, 2, 3)
     assert rank.keeper.running and rank.keeper.saved_step == 0
+    gate.wait_until_reached()
     assert rank.names() == ["step-00000002.partial"]
     gate.open()
     rank.leave(3)
@@ -78,11 +83,19 @@ def test_without_copies_the_checkpoint_would_hold_a_later_step(
         rank.resume()
 
 
-def test_a_save_that_is_due_while_one_runs_is_skipped_or_waits(tmp_path: Path, gate: Gate) -> None:
+def test_a_save_that_is_due_while_one_runs_is_skipped_or_waits(
+    tmp_path: Path, gate: Gate, monkeypatch: pytest.MonkeyPatch
+) -> None:
     rank = OneRank(tmp_path, every_steps=4, ephemeral_every_steps=1)
     rank.train(1, 2, 3)
     assert [event["step"] for event in rank.events("checkpoint-skipped")] == [2, 3]
-    threading.Timer(0.05, gate.open).start()
+    collect = rank.saver.collect
+
+    def open_and_collect() -> Any:
+        gate.open()
+        return collect()
+
+    monkeypatch.setattr(rank.saver, "collect", open_and_collect)
     rank.train(4)
     (waited,) = rank.events("checkpoint-waited")
     assert (waited["running"], waited["step"]) == (1, 4)

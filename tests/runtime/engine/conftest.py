@@ -20,7 +20,7 @@ STEPS = 3
 
 @pytest.fixture(scope="session")
 def pool() -> Iterator[ProcessPool]:
-    with ProcessPool(8, timeout_s=120) as started:
+    with ProcessPool(8) as started:
         yield started
 
 

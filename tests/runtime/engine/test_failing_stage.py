@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -23,15 +22,18 @@ def test_a_fault_in_the_middle_of_a_step_ends_all_ranks(tmp_path: Path, style: s
     run = Run.create(tmp_path / "run", small_recipe(write_tokens(tmp_path / "data"), parallel=parallel))
     attempt = run.start(pp=2, tp=2, fault=partial(fail_in_backward, 3))
     codes = attempt.wait()
-    ended = time.time()
     assert all(code not in (0, None, -9) for code in codes)
     failures = read_failures(attempt.dir)
     first = first_failure(failures)
     assert first is not None
     assert (first.rank, first.kind, first.step, first.message) == (3, "exception", 2, "a made-up fault")
     assert "in fail_at_the_third" in (first.traceback or "")
-    assert {failure.rank for failure in failures} == {0, 1, 2, 3}
-    assert ended - first.time < 20
+    # At once, by the loss of it: neither a hang nor a time-out that was waited for.
+    others = [failure for failure in failures if failure.rank != 3]
+    assert [(failure.rank, failure.kind) for failure in sorted(others, key=lambda failure: failure.rank)] == [
+        (rank, "peer-lost") for rank in range(3)
+    ]
+    assert not any("timed out" in failure.message.lower() for failure in others)
 
 
 def fail_in_backward(wanted_rank: int, rank: int) -> None:

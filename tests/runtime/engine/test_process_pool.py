@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import os
 import threading
+import time
+from functools import partial
 
 import pytest
 import torch
@@ -27,8 +29,12 @@ def fail_on(rank: int) -> None:
     dist.barrier()
 
 
-def die_on(rank: int) -> None:
+def die_on(rank: int, *, lingering: bool) -> None:
+    """End a process; ``lingering`` = its peers lose the connection to it, and say so, some time before it is gone."""
     if dist.get_rank() == rank:
+        if lingering:
+            dist.destroy_process_group()
+            time.sleep(1)
         os._exit(7)
     dist.barrier()
 
@@ -47,7 +53,7 @@ def test_worlds_of_different_size_reuse_the_processes(pool: ProcessPool) -> None
 
 
 def test_a_failure_names_its_rank_and_the_next_job_runs() -> None:
-    with ProcessPool(2, timeout_s=60) as own:
+    with ProcessPool(2) as own:
         with pytest.raises(WorkerError, match="no such thing") as caught:
             own.run(fail_on, 1, world=2)
         assert caught.value.rank == 1
@@ -55,13 +61,15 @@ def test_a_failure_names_its_rank_and_the_next_job_runs() -> None:
         assert [total for total, _ in own.run(sum_of_ranks, world=2)] == [1, 1]
 
 
-def test_a_dead_worker_is_reported() -> None:
-    with ProcessPool(2, timeout_s=60) as own, pytest.raises(WorkerError, match="ended with code 7"):
-        own.run(die_on, 1, world=2)
+@pytest.mark.parametrize("lingering", [False, True])
+def test_a_dead_worker_is_reported_and_not_the_one_that_lost_it(lingering: bool) -> None:
+    with ProcessPool(2) as own, pytest.raises(WorkerError, match="ended with code 7") as caught:
+        own.run(partial(die_on, 1, lingering=lingering), world=2)
+    assert caught.value.rank == 1
 
 
 def test_a_worker_that_died_between_two_jobs_is_reported_and_replaced() -> None:
-    with ProcessPool(2, timeout_s=60) as own:
+    with ProcessPool(2) as own:
         own.run(sum_of_ranks, world=2)
         own._workers[1].process.kill()
         own._workers[1].process.join()

@@ -64,7 +64,8 @@ def test_steps_that_are_no_numbers_are_left_out_also_after_a_resume(tmp_path: Pa
 
 
 def test_the_default_is_to_stop_with_step_and_samples(tmp_path: Path, data: Path) -> None:
-    run = Run.create(tmp_path / "run", small_recipe(data, training={"steps": 8}, checkpoint={"every_steps": 2}))
+    checkpoint = {"every_steps": 2, "asynchronous": False}
+    run = Run.create(tmp_path / "run", small_recipe(data, training={"steps": 8}, checkpoint=checkpoint))
     attempt = run.start(dp=2, fault=SPOIL)
     assert attempt.wait() == [2, 2], attempt.log()
     first = first_failure(read_failures(attempt.dir))

@@ -93,7 +93,7 @@ def test_where_a_thread_is_names_the_code_that_called_a_library() -> None:
     thread.start()
     inside.wait()
     try:
-        for _ in range(1000):
+        for _ in range(10_000):
             where = innermost(sys._current_frames()[thread.ident or 0])
             if "called by" in where:
                 break

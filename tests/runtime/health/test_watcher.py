@@ -16,12 +16,12 @@ from hpjob.runtime.failures import FailureReporter
 from hpjob.runtime.rank import Rank
 from hpjob.runtime.watcher import PeerWatcher
 
-PATIENCE_S = 60.0
+PATIENCE_S = 240.0
 
 
 @pytest.fixture
 def quick(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name, value in (("_INTERVAL_S", 0.01), ("_GRACE_S", 0.01), ("_STORE_SILENCE_S", 0.1), ("_JOIN_S", 30.0)):
+    for name, value in (("_INTERVAL_S", 0.01), ("_GRACE_S", 0.01), ("_STORE_SILENCE_S", 600.0), ("_JOIN_S", 30.0)):
         monkeypatch.setattr(watcher_module, name, value)
 
 
@@ -63,8 +63,11 @@ def make(tmp_path: Path, quick: None) -> Iterator[Callable[[int], tuple[PeerWatc
 
 
 def test_a_store_that_never_answers_is_missed(
-    make: Callable[[int], tuple[PeerWatcher, list[str], threading.Event]], tmp_path: Path
+    make: Callable[[int], tuple[PeerWatcher, list[str], threading.Event]],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    monkeypatch.setattr(watcher_module, "_STORE_SILENCE_S", 0.1)
     watcher, left, gone = make(1)
     for_ever = threading.Event()
     watcher.add(lambda: None, lambda: for_ever.wait() and None)

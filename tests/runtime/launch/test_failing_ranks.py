@@ -28,7 +28,8 @@ def run(tmp_path: Path, data: Path) -> Run:
 
 
 def test_rank_that_raises_is_the_first_failure(run: Run) -> None:
-    attempt = run.start(tp=2, pp=2, fault=before_step(raise_error, rank=2, step=4))
+    fault = before_step(raise_error, rank=2, step=4, after=run.dir.checkpoint(2))
+    attempt = run.start(tp=2, pp=2, fault=fault)
     assert all(code not in (0, None, -9) for code in attempt.wait())
     failures = read_failures(attempt.dir)
     first = first_failure(failures)

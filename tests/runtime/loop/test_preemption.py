@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.faults import before_step, terminate_self
+from tests.support.faults import before_step, hold_before_step, terminate_self
 from tests.support.run_folder import Run, small_recipe, write_tokens
 
 pytestmark = pytest.mark.distributed
@@ -37,9 +37,11 @@ def compare(first: Run, second: Run) -> subprocess.CompletedProcess[str]:
 
 def test_two_preemptions_change_no_bit(tmp_path: Path, data: Path, undisturbed: Run) -> None:
     run = Run.create(tmp_path / "run", small_recipe(data))
-    first = run.start(tp=2, pp=2, dp=2)
+    told = tmp_path / "told"
+    first = run.start(tp=2, pp=2, dp=2, fault=hold_before_step(told, rank=1, step=4))
     first.wait_for_step(3)
     first.signal(signal.SIGUSR2, rank=5)
+    told.touch()
     assert first.wait() == [0] * 8, first.log()
     assert first.outcome()["kind"] == "preempted"
     assert first.outcome()["reason"] == "signal SIGUSR2"
@@ -74,7 +76,8 @@ def test_compare_runs_sees_another_seed(tmp_path: Path, data: Path, undisturbed:
 
 
 def test_stop_file_is_obeyed_once(tmp_path: Path, data: Path) -> None:
-    run = Run.create(tmp_path / "run", small_recipe(data, training={"steps": 500}))
+    # So many steps take much longer than rank 0 takes to look for the file.
+    run = Run.create(tmp_path / "run", small_recipe(data, training={"steps": 100_000}))
     attempt = run.start()
     attempt.wait_for_step(2)
     run.dir.stop.touch()
