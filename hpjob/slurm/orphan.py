@@ -17,7 +17,7 @@ from hpjob.slurm.controller_view import ControllerView, ask_controller
 from hpjob.slurm.progress import stuck
 
 logger = logging.getLogger("hpjob")
-_PATIENCE_S = 20.0
+_PATIENCE_S = 60.0
 _KILLED = "the job's shell was killed from outside"
 _LIMIT = "the time limit came before the job had queued itself again"
 

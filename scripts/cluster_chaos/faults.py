@@ -8,6 +8,8 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 
+import psutil
+
 from cluster_chaos.victim import Victim
 
 AWAY_S = 6.0
@@ -91,8 +93,12 @@ def requeue_twice(victim: Victim, chance: random.Random) -> None:
     victim.site.run("scontrol", "requeue", job_id, check=False)
 
 
+def _one_of(processes: list[psutil.Process], chance: random.Random) -> list[psutil.Process]:
+    return [chance.choice(processes)] if processes else []
+
+
 def kill_rank(victim: Victim, chance: random.Random) -> None:
-    victim.signal([chance.choice(victim.ranks() or [])] if victim.ranks() else [], signal.SIGKILL)
+    victim.signal(_one_of(victim.ranks(), chance), signal.SIGKILL)
 
 
 def kill_all_ranks(victim: Victim, chance: random.Random) -> None:
@@ -100,7 +106,7 @@ def kill_all_ranks(victim: Victim, chance: random.Random) -> None:
 
 
 def terminate_rank(victim: Victim, chance: random.Random) -> None:
-    victim.signal(chance.sample(victim.ranks(), 1) if victim.ranks() else [], signal.SIGTERM)
+    victim.signal(_one_of(victim.ranks(), chance), signal.SIGTERM)
 
 
 def kill_srun(victim: Victim, chance: random.Random) -> None:
@@ -116,8 +122,7 @@ def kill_shell(victim: Victim, chance: random.Random) -> None:
 
 
 def kill_step_daemon(victim: Victim, chance: random.Random) -> None:
-    daemons = victim.step_daemons()
-    victim.signal(chance.sample(daemons, 1) if daemons else [], signal.SIGKILL)
+    victim.signal(_one_of(victim.step_daemons(), chance), signal.SIGKILL)
 
 
 def lose_first_node(victim: Victim, chance: random.Random) -> None:

@@ -7,6 +7,7 @@ import signal
 import sys
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -146,26 +147,36 @@ class Victim:
         path = str(self.attempt.path) if self.attempt else "?"
         found = self._processes(lambda words: "hpjob.runtime" in words and path in words and "srun" not in words[0])
         order = self.nodes
-        return sorted(found, key=lambda process: order.index(process.environ().get("SLURMD_NODENAME", order[0])))
+        places: dict[psutil.Process, int] = {}
+        for process in found:
+            with suppress(psutil.Error, ValueError):  # ended meanwhile, or of an attempt that began meanwhile
+                places[process] = order.index(process.environ().get("SLURMD_NODENAME", order[0]))
+        return sorted(places, key=lambda process: places[process])
 
     def srun(self) -> list[psutil.Process]:
         path = str(self.attempt.path) if self.attempt else "?"
         found = self._processes(lambda words: words[0].endswith("srun") and "hpjob.runtime" in words and path in words)
         # srun has a helper process, its child, which only cleans up.
-        return [process for process in found if process.ppid() not in {other.pid for other in found}]
+        return [process for process in found if _parent(process) not in {other.pid for other in found}]
 
     def shell(self) -> list[psutil.Process]:
         """The job script."""
         job_id, sruns = self.job_id, self.srun()
         if sruns:
-            parent = sruns[0].parent()
-            return [parent] if parent is not None else []
+            with suppress(psutil.Error):
+                parent = sruns[0].parent()
+                return [parent] if parent is not None else []
         return self._processes(lambda words: len(words) > 1 and words[1].endswith(f"job{int(job_id):05d}/slurm_script"))
 
     def step_daemons(self) -> list[psutil.Process]:
         """slurmstepd above each rank."""
-        parents = [process.parent() for process in self.ranks()]
-        return [parent for parent in parents if parent is not None and "slurmstepd" in " ".join(parent.cmdline()[:1])]
+        found = []
+        for process in self.ranks():
+            with suppress(psutil.Error):
+                parent = process.parent()
+                if parent is not None and "slurmstepd" in " ".join(parent.cmdline()[:1]):
+                    found.append(parent)
+        return found
 
     def signal(self, processes: list[psutil.Process], number: signal.Signals) -> None:
         for process in processes:
@@ -191,6 +202,14 @@ class Victim:
             if words and matches(words):
                 found.append(process)
         return found
+
+
+def _parent(process: psutil.Process) -> int | None:
+    """Number of a process's parent; None when it has ended meanwhile."""
+    try:
+        return process.ppid()
+    except psutil.Error:
+        return None
 
 
 def load_lines(path: Path) -> list[dict[str, Any]]:

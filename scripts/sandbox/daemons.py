@@ -79,7 +79,7 @@ def start_munge(folder: Folder) -> None:
             f"--seed-file={directory}/seed",
         ],
     )
-    until = time.monotonic() + 20
+    until = time.monotonic() + 120
     while not _accepts(folder.munge_socket):
         if child.poll() is not None or time.monotonic() > until:
             raise SandboxError(
@@ -126,7 +126,7 @@ def _spawn(folder: Folder, name: str, command: list[str]) -> subprocess.Popen[by
         )
 
 
-def node_states(folder: Folder, *, patience: float = 10.0) -> dict[str, str]:
+def node_states(folder: Folder, *, patience: float = 60.0) -> dict[str, str]:
     """Return the controller's state of each node as ``sinfo`` abbreviates it; empty when it does not answer."""
     command = [folder.programs().path("sinfo"), "--noheader", "--Node", "--partition=batch", "--format=%N %t"]
     try:

@@ -98,7 +98,7 @@ def end(
     told: set[tuple[int, int]] = set()
     while processes := list(found()):
         waited = time.monotonic() - begun
-        if waited > patience + 10:
+        if waited > patience + 60:
             return False
         for process in processes:
             if waited > patience:

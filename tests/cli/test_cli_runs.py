@@ -143,7 +143,11 @@ def test_logs_join_attempts(cli: Cli, run: RunDir) -> None:
     assert [(part["attempt"], part["lines"]) for part in document["earlier"]] == [(0, ["rank 0 line 99"])]
 
 
-def test_status_tells_the_story_of_all_attempts(cli: Cli, run: RunDir, fake_slurm: FakeSlurm) -> None:
+def test_status_tells_the_story_of_all_attempts(
+    cli: Cli, run: RunDir, fake_slurm: FakeSlurm, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    now = time.time()
+    monkeypatch.setattr(time, "time", lambda: now)
     fake_slurm.answer("squeue", "RUNNING|None|n[1-2]|2026-03-01T12:00:00|59:00\n")
     first = begin(run, started_at=time.time() - 100)
     write_json(first.outcome, {"kind": "preempted", "step": 13, "reason": "signal SIGTERM"})

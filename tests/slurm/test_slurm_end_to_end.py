@@ -20,8 +20,8 @@ from hpjob.slurm.query import job_state
 from hpjob.slurm.site import read_site
 from hpjob.slurm.submit import submit
 from hpjob.topology.slurm import cluster_topology
-from tests.support.runs import make_run
-from tests.support.slurm_sandbox import SlurmSandbox, processes_of, wait_for
+from tests.support.runs import make_run, trained_in
+from tests.support.slurm_sandbox import SlurmSandbox, processes_of, wait_for, wait_until_nothing_runs
 
 pytestmark = pytest.mark.slurm
 LONG = 100_000
@@ -61,14 +61,14 @@ def job_id(run: RunDir) -> str:
 
 
 def wait_until_ended(run: RunDir) -> None:
-    wait_for(lambda: not job_state(job_id(run)).is_live, "the job has ended", timeout=180)
+    wait_for(lambda: not job_state(job_id(run)).is_live, "the job has ended")
 
 
 def wait_until_training(run: RunDir, attempt: int = 0) -> None:
-    log = run.attempt(attempt).rank_log(0)
-    known = len(run.metrics.read_text().splitlines()) if attempt and run.metrics.exists() else 0
-    wait_for(lambda: log.exists() and "rank 0 of 8" in log.read_text(), f"attempt {attempt} started", timeout=180)
-    wait_for(lambda: run.metrics.exists() and len(run.metrics.read_text().splitlines()) > known, "trains", timeout=180)
+    """Wait for all ranks, each of which takes signals then, and for the first step."""
+    logs = [run.attempt(attempt).rank_log(rank) for rank in range(8)]
+    wait_for(lambda: all(log.exists() and "of 8 on" in log.read_text() for log in logs), f"attempt {attempt} started")
+    wait_for(lambda: trained_in(run, attempt), f"attempt {attempt} trains")
 
 
 def preempt(slurm: SlurmSandbox) -> str:
@@ -97,31 +97,31 @@ def test_ranks_run_where_the_host_file_puts_them(start: Start) -> None:
 
 @pytest.mark.slurm_releases
 def test_preempted_twice_it_goes_on_by_itself(start: Start, slurm: SlurmSandbox) -> None:
-    run = start(steps=150, step_s=0.1)
+    run = start(steps=30, held=2)
     for attempt in (0, 1):
         wait_until_training(run, attempt)
         preempt(slurm)
-        wait_for(lambda attempt=attempt: run.attempt(attempt).end.exists(), "it saved", timeout=180)
+        wait_for(lambda attempt=attempt: run.attempt(attempt).end.exists(), "it saved")
     wait_until_ended(run)
     assert run.finished.exists()
     assert [decision(attempt) for attempt in run.attempt_list()] == ["requeue", "requeue", "done"]
     steps = [json.loads(line)["step"] for line in run.metrics.read_text().splitlines()]
-    assert steps == list(range(1, 151))
+    assert steps == list(range(1, 31))
     counts = [(read_json(attempt.attempt_json) or {})["restart_count"] for attempt in run.attempt_list()]
     assert counts == [0, 1, 2]
 
 
 def test_sbatch_by_hand_resumes_and_then_finds_nothing_to_do(start: Start, slurm: SlurmSandbox) -> None:
-    run = start(steps=80, step_s=0.1)
+    run = start(steps=30, held=1)
     wait_until_training(run)
     cancel(run, [submission for submission, _ in live_submissions(run)])
     assert run.cancelled.exists() and newest_checkpoint_step(run) > 0
     by_hand = slurm.submit(run.script)
-    wait_for(lambda: not job_state(by_hand).is_live, "the second job has ended", timeout=180)
+    wait_for(lambda: not job_state(by_hand).is_live, "the second job has ended")
     assert run.finished.exists() and not run.cancelled.exists()
     assert job_id(run) == by_hand
     again = slurm.submit(run.script)
-    wait_for(lambda: not job_state(again).is_live, "the third job has ended", timeout=180)
+    wait_for(lambda: not job_state(again).is_live, "the third job has ended")
     assert job_state(again).state == "COMPLETED"
     assert len(run.attempt_list()) == 2
 
@@ -130,15 +130,15 @@ def test_a_second_job_does_not_enter_a_running_run(start: Start, slurm: SlurmSan
     run = start(steps=LONG)
     wait_until_training(run)
     second = slurm.submit(run.script)
-    wait_for(lambda: not job_state(second).is_live, "the second job has ended", timeout=180)
+    wait_for(lambda: not job_state(second).is_live, "the second job has ended")
     assert job_state(second).state == "FAILED"
     assert "already running in job" in run.slurm_log(second).read_text()
     assert len(run.attempt_list()) == 1
 
 
 def test_after_a_hang_it_goes_on_without_the_node(start: Start, slurm: SlurmSandbox) -> None:
-    run = start(steps=100, hang_rank=5)
-    wait_for(run.finished.exists, "the run is finished", timeout=240)
+    run = start(steps=30, held=1, hang_rank=5)
+    wait_for(run.finished.exists, "the run is finished")
     first, second = run.attempt_list()
     bad = first.hosts.read_text().split()[5]
     assert decision(first) == "requeue" and (read_json(first.end) or {})["left_out"] == [bad]
@@ -152,7 +152,7 @@ def test_cancel_ends_everything_and_nothing_comes_back(start: Start, slurm: Slur
     wait_until_training(run)
     cancel(run, [submission for submission, _ in live_submissions(run)])
     assert job_state(job_id(run)).state == "CANCELLED"
-    assert not processes_of(run.path)
+    wait_until_nothing_runs(run.path)
     assert run_status(run).state == "stopped"
 
 
@@ -165,7 +165,7 @@ def test_scancel_by_hand_is_obeyed(start: Start, slurm: SlurmSandbox) -> None:
     wait_until_ended(run)
     assert job_state(job_id(run)).state == "CANCELLED"
     assert decision(run.attempt(0)) in {"stop", None}
-    assert not processes_of(run.path)
+    wait_until_nothing_runs(run.path)
 
 
 @pytest.mark.slurm_releases
@@ -181,11 +181,11 @@ def test_a_failing_rank_ends_the_job_and_is_named(start: Start) -> None:
     assert "the loss is not finite" in failure.message
     assert status.state == "stopped" and f"rank 6 on {host} failed first" in status.why
     assert decision(attempt) == "stop"
-    assert not processes_of(run.path)
+    wait_until_nothing_runs(run.path)
 
 
 def test_a_killed_rank_is_named_and_the_run_goes_on(start: Start) -> None:
-    run = start(steps=20, kill_rank=6, only_attempt=0)
+    run = start(steps=20, held=1, kill_rank=6, only_attempt=0)
     wait_until_ended(run)
     first, second = run.attempt_list()
     failure = first_failure(read_failures(first))
@@ -194,15 +194,15 @@ def test_a_killed_rank_is_named_and_the_run_goes_on(start: Start) -> None:
 
 
 def test_a_job_whose_shell_is_killed_goes_on(start: Start, slurm: SlurmSandbox) -> None:
-    run = start(steps=100, step_s=0.1)
+    run = start(steps=30, held=1)
     wait_until_training(run)
     guard = run.attempt(0).path / "guard.log"
-    wait_for(guard.exists, "the guard is there", timeout=180)
+    wait_for(guard.exists, "the guard is there")
     (shell,) = [
         pid for pid, words in processes_of(slurm.path).items() if f"job{int(job_id(run)):05d}/slurm_script" in words
     ]
     os.kill(shell, signal.SIGKILL)
-    wait_for(lambda: len(run.attempt_list()) == 2, "the second attempt has begun", timeout=180)
+    wait_for(lambda: len(run.attempt_list()) == 2, "the second attempt has begun")
     wait_until_ended(run)
     assert run.finished.exists()
     end = read_json(run.attempt(0).end)
@@ -215,27 +215,27 @@ def test_where_slurm_cancels_the_successor_goes_on(start: Start, slurm: SlurmSan
         *("GraceTime=0", "DefaultTime=60", "MaxTime=120"),
     )
     try:
-        run = start(steps=100, step_s=0.1, spec_changes={"chain": True, "partition": "spot"})
+        run = start(steps=30, held=1, spec_changes={"chain": True, "partition": "spot"})
         wait_until_training(run)
         first = job_id(run)
-        wait_for(lambda: read_submissions(run)[-1].after, "a successor waits", timeout=180)
+        wait_for(lambda: read_submissions(run)[-1].after, "a successor waits")
         preempt(slurm)
-        wait_for(lambda: len(run.attempt_list()) == 2, "the successor has begun", timeout=180)
-        wait_for(lambda: not live_submissions(run), "no job of the run is left", timeout=180)
+        wait_for(lambda: len(run.attempt_list()) == 2, "the successor has begun")
+        wait_for(lambda: not live_submissions(run), "no job of the run is left")
     finally:
         slurm.run("scontrol", "delete", "PartitionName=spot", check=False)
     assert run.finished.exists()
     assert job_state(first).state == "PREEMPTED"
-    assert [json.loads(line)["step"] for line in run.metrics.read_text().splitlines()] == list(range(1, 101))
-    assert not processes_of(run.path)
+    assert [json.loads(line)["step"] for line in run.metrics.read_text().splitlines()] == list(range(1, 31))
+    wait_until_nothing_runs(run.path)
 
 
 def test_slurms_own_warning_saves_before_the_time_limit(start: Start, slurm: SlurmSandbox) -> None:
     """The limit is lowered once the ranks train: from then on less than the lead is left, so Slurm signals at once."""
-    run = start(steps=LONG, step_s=0.1, spec_changes={"time_limit_s": 3600, "signal_lead_s": 600})
+    run = start(steps=LONG, spec_changes={"time_limit_s": 3600, "signal_lead_s": 600})
     wait_until_training(run)
     slurm.run("scontrol", "update", f"JobId={job_id(run)}", "TimeLimit=8")
-    wait_for(run.attempt(0).end.exists, "the first attempt has ended", timeout=240)
+    wait_for(run.attempt(0).end.exists, "the first attempt has ended")
     outcome = read_json(run.attempt(0).outcome)
     assert outcome is not None and outcome["reason"] == "signal SIGUSR2"
     assert decision(run.attempt(0)) == "requeue"
@@ -251,11 +251,11 @@ def test_a_folder_with_an_awkward_name(start: Start, tmp_path: Path) -> None:
 
 def test_a_plan_for_other_nodes_than_slurm_gives(start: Start, slurm: SlurmSandbox) -> None:
     """A hand that changes --nodes gets a new plan."""
-    run = start(steps=80, step_s=0.1, overrides=["parallel.num_microbatches=auto", "parallel.microbatch_size=auto"])
+    run = start(steps=30, held=1, overrides=["parallel.num_microbatches=auto", "parallel.microbatch_size=auto"])
     wait_until_training(run)
     cancel(run, [submission for submission, _ in live_submissions(run)])
     by_hand = slurm.submit("--nodes=1", run.script)
-    wait_for(lambda: not job_state(by_hand).is_live, "the job on one node has ended", timeout=180)
+    wait_for(lambda: not job_state(by_hand).is_live, "the job on one node has ended")
     second = run.attempt(1)
     assert second.hosts.read_text().split() == [second.hosts.read_text().split()[0]] * 4
     assert run.finished.exists()
@@ -263,10 +263,10 @@ def test_a_plan_for_other_nodes_than_slurm_gives(start: Start, slurm: SlurmSandb
 
 def test_a_job_queued_again_by_hand_goes_on(start: Start, slurm: SlurmSandbox) -> None:
     """Slurm has queued it already when the script asks: no failure, and no cancelled job either."""
-    run = start(steps=100, step_s=0.1)
+    run = start(steps=30, held=1)
     wait_until_training(run)
     slurm.run("scontrol", "requeue", job_id(run))
-    wait_for(lambda: len(run.attempt_list()) == 2, "the second attempt has begun", timeout=180)
+    wait_for(lambda: len(run.attempt_list()) == 2, "the second attempt has begun")
     wait_until_ended(run)
     assert run.finished.exists()
     assert decision(run.attempt(0)) in {"queued", None}

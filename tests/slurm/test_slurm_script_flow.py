@@ -201,6 +201,22 @@ def test_a_signal_to_the_shell_reaches_the_ranks_as_usr2(job: Job, number: signa
     assert "--exit-code 0" in job.read("python.calls")
 
 
+def test_a_signal_before_the_shell_has_noted_who_srun_is_reaches_the_ranks(job: Job) -> None:
+    """A busy machine may run the new process first, for a while."""
+    for name, text in (("decision", "stop"), ("scontrol.code", 0), ("ranks-run", "")):
+        (job.folder / name).write_text(f"{text}\n")
+    script, told = job.folder / "job.sbatch", job.folder / "told"
+    noted, wait = "\nsrun_pid=$!\n", f"\nuntil [[ -e {shlex.quote(str(told))} ]]; do sleep 0.05; done"
+    assert script.read_text().count(noted) == 1
+    script.write_text(script.read_text().replace(noted, wait + noted))
+    with job.started() as process:
+        wait_for((job.folder / "srun.started").exists, "srun started")
+        process.send_signal(signal.SIGTERM)
+        told.touch()
+        assert process.wait(timeout=240) == 1
+    assert job.read("srun.signals") == "USR2\n"
+
+
 def test_nodes_to_leave_out_are_handed_over_after_the_job_was_queued_again(job: Job) -> None:
     attempt = job.folder / "attempts" / "0000"
     attempt.mkdir(parents=True)

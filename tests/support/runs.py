@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from hpjob.core.run_dir import RunDir
+from hpjob.core.run_records import read_json_lines
 from hpjob.plan.planner import make_plan
 from hpjob.recipe.load import load_recipe
 from hpjob.slurm.prepare import Prepared, job_spec
@@ -33,6 +34,11 @@ def standin_python(folder: Path) -> Path:
     path.write_text(_PYTHON.format(repository=REPOSITORY, python=sys.executable, standin=standin), encoding="utf-8")
     path.chmod(0o755)
     return path
+
+
+def trained_in(run: RunDir, attempt: int) -> int:
+    """How many steps in the metrics are an attempt's."""
+    return sum(line.get("attempt") == attempt for line in read_json_lines(run.metrics))
 
 
 def make_run(

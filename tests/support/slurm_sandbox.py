@@ -7,13 +7,15 @@ import os
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+PATIENCE_S = 240.0
+"""For things that take seconds on a machine with nothing else to do."""
 SCRIPT = Path(__file__).resolve().parents[2] / "scripts" / "slurm-sandbox"
 
 
@@ -52,7 +54,7 @@ class SlurmSandbox:
             monkeypatch.setenv(name, value)
 
     def run(
-        self, *command: str | Path, check: bool = True, timeout: float = 120, env: Mapping[str, str] | None = None
+        self, *command: str | Path, check: bool = True, timeout: float = 300, env: Mapping[str, str] | None = None
     ) -> subprocess.CompletedProcess[str]:
         """Run a command against this sandbox; with ``check`` a failure shows what it wrote."""
         done = subprocess.run(
@@ -96,21 +98,27 @@ class SlurmSandbox:
         pairs = (field.partition("=") for field in text.split())
         return {key: value for key, _, value in pairs}
 
-    def wait_for(self, condition: Callable[[], object], what: str, timeout: float = 90) -> None:
+    def wait_for(self, condition: Callable[[], object], what: str, timeout: float = PATIENCE_S) -> None:
         """Poll until ``condition`` holds; fail after ``timeout`` seconds."""
         wait_for(condition, what, timeout)
 
-    def wait_for_job(self, job_id: str, *states: str, timeout: float = 90) -> None:
+    def wait_for_job(self, job_id: str, *states: str, timeout: float = PATIENCE_S) -> None:
         """Wait until a job is in one of these states."""
         self.wait_for(lambda: self.job(job_id)["JobState"] in states, f"job {job_id} in {'/'.join(states)}", timeout)
 
 
-def wait_for(condition: Callable[[], object], what: str, timeout: float = 90) -> None:
+def wait_for(condition: Callable[[], object], what: str, timeout: float = PATIENCE_S) -> None:
     """Poll until ``condition`` holds; fail after ``timeout`` seconds."""
     until = time.monotonic() + timeout
     while not condition():
         assert time.monotonic() < until, f"after {timeout:.0f} s still not: {what}"
         time.sleep(0.05)
+
+
+def wait_until_nothing_runs(path: Path, *, but: Collection[int] = ()) -> None:
+    """Wait for the last process that has to do with a folder: one that has ended may still be closing its files."""
+    wait_for(lambda: set(processes_of(path)) <= set(but), f"nothing of {path} runs", timeout=60)
+    assert set(processes_of(path)) == set(but)
 
 
 def processes_of(path: Path) -> dict[int, str]:

@@ -1,7 +1,8 @@
 """Stands in for ``python -m hpjob.runtime`` where a test is about launching, not about training.
 
 It follows the same contract: rank from the environment, one checkpoint manifest a save, outcome, FINISHED, failure
-records. ``behaviour.json`` in the run folder says how many steps there are and which rank fails how.
+records. ``behaviour.json`` in the run folder says how many steps there are and which rank fails how; with ``held`` so
+many attempts stand still after three steps until they are ended, so that none is over before its test has looked.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ from pathlib import Path
 from hpjob.plan.model import Plan
 from hpjob.plan.placement_line import placement_line
 
+HELD_STEPS = 3
 STOP = (signal.SIGUSR1, signal.SIGUSR2, signal.SIGTERM)
 
 
@@ -35,6 +37,7 @@ def main() -> None:
     if hosts[rank] != node:
         sys.exit(f"rank {rank} is on {node}, planned on {hosts[rank]}")
     step = newest_step(run)
+    last = step + HELD_STEPS if int(attempt.name) < behaviour.get("held", 0) else behaviour["steps"]
     while step < behaviour["steps"]:
         if stopped and not behaviour.get("deaf"):
             name = signal.Signals(stopped[0]).name
@@ -43,6 +46,9 @@ def main() -> None:
                     save(run, step)
                 write(attempt / "outcome.json", {"kind": "preempted", "step": step, "reason": f"signal {name}"})
             sys.exit(0)
+        if step == last:
+            time.sleep(0.05)
+            continue
         step += 1
         time.sleep(behaviour.get("step_s", 0.1))
         fail(attempt, rank, node, step, behaviour)

@@ -166,6 +166,6 @@ def test_the_example_runs_under_torchrun() -> None:
     command += ["--rdzv-backend=c10d", "--rdzv-endpoint=127.0.0.1:0", str(EXAMPLE), "--pp", "2", "--steps", "2"]
     root = EXAMPLE.parents[1]
     env = {"PATH": "/usr/bin:/bin", "PYTHONPATH": str(root), "OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "ignore"}
-    done = subprocess.run(command, cwd=root, env=env, capture_output=True, text=True, timeout=200, check=False)
+    done = subprocess.run(command, cwd=root, env=env, capture_output=True, text=True, timeout=500, check=False)
     assert done.returncode == 0, done.stderr
     assert "step 2: loss" in done.stdout
