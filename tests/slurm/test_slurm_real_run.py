@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import sys
 from pathlib import Path
 
@@ -11,37 +12,31 @@ import pytest
 from hpjob.core.run_dir import RunDir
 from hpjob.core.run_records import read_json
 from tests.support.corpus import write_corpus
-from tests.support.runs import REPOSITORY
+from tests.support.runs import REPOSITORY, trained_in
 from tests.support.slurm_sandbox import SlurmSandbox, processes_of, wait_for
 
 pytestmark = [pytest.mark.slurm, pytest.mark.distributed, pytest.mark.timeout(1800)]
 STEPS = 40
+HELD = REPOSITORY / "tests" / "support" / "held_ranks"
 PATIENCE_S = 600.0
 
 
-def hpjob(slurm: SlurmSandbox, folder: Path, *arguments: str) -> str:
+def hpjob(slurm: SlurmSandbox, folder: Path, *arguments: str, **variables: str) -> str:
     """Run a command in ``folder`` and return what it prints."""
     script = f'cd "$0" && exec {sys.executable} -m hpjob "$@"'
-    environment = {"PYTHONPATH": str(REPOSITORY), "OMP_NUM_THREADS": "1"}
+    environment = {"PYTHONPATH": str(REPOSITORY), "OMP_NUM_THREADS": "1"} | variables
     return slurm.run("bash", "-c", script, folder, *arguments, env=environment, timeout=PATIENCE_S).stdout
 
 
-def submit(slurm: SlurmSandbox, folder: Path, name: str) -> RunDir:
+def submit(slurm: SlurmSandbox, folder: Path, name: str, **variables: str) -> RunDir:
     settings = ("--set", "data.path=corpus", "--set", f"training.steps={STEPS}", "--set", "checkpoint.every_steps=15")
-    hpjob(slurm, folder, "submit", "--nodes", "2", "--recipe", "tiny", "--name", name, *settings)
+    hpjob(slurm, folder, "submit", "--nodes", "2", "--recipe", "tiny", "--name", name, *settings, **variables)
     return RunDir(folder / "runs" / name)
 
 
 def steps_and_losses(run: RunDir) -> list[tuple[int, float]]:
     lines = [json.loads(line) for line in run.metrics.read_text(encoding="utf-8").splitlines()]
     return [(line["step"], line["loss"]) for line in lines]
-
-
-def trained_in(run: RunDir, attempt: int) -> int:
-    if not run.metrics.exists():
-        return 0
-    lines = [line for line in run.metrics.read_text(encoding="utf-8").splitlines() if line.endswith("}")]
-    return sum(json.loads(line)["attempt"] == attempt for line in lines)
 
 
 def saved(run: RunDir, attempt: int) -> bool:
@@ -58,7 +53,8 @@ def weights(run: RunDir) -> dict[str, bytes]:
 
 def test_preempted_twice_or_never_gives_the_same_bits(slurm_sandbox: SlurmSandbox, tmp_path: Path) -> None:
     write_corpus(tmp_path / "corpus", num_tokens=100_000)
-    run = submit(slurm_sandbox, tmp_path, "preempted")
+    held = {"PYTHONPATH": f"{HELD}{os.pathsep}{REPOSITORY}", "HPJOB_HANG_FLOOR_S": "600"}
+    run = submit(slurm_sandbox, tmp_path, "preempted", **held)
     for attempt in (0, 1):
         wait_for(
             lambda attempt=attempt: trained_in(run, attempt) >= 4 or saved(run, attempt),
