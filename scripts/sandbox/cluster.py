@@ -18,7 +18,7 @@ from sandbox.packages import Programs
 from sandbox.processes import Process, end, find
 from sandbox.release import programs_of
 
-START_SECONDS = 60.0
+START_SECONDS = 180.0
 ATTEMPTS = 3
 
 

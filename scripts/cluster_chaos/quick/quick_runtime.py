@@ -20,7 +20,7 @@ from typing import Any, NoReturn
 
 STEP_S = 0.04
 SAVE_S = 0.3
-SETUP_S = 60.0
+SETUP_S = 300.0
 STEPS, SAVE_EVERY, KEEP = 120, 25, 2
 STOP_FILE_CODE = 255
 STOP_SIGNALS = (signal.SIGUSR1, signal.SIGUSR2, signal.SIGTERM)

@@ -112,6 +112,25 @@ def test_synchronous_saves_are_complete_when_training_goes_on(tmp_path: Path) ->
     assert saved["stall_s"] >= saved["duration_s"]
 
 
+def test_a_save_that_is_over_before_anyone_waits_for_it_stalled_training_all_the_same(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The main thread of a busy machine may stand still right after it has begun a save."""
+    rank = OneRank(tmp_path, every_steps=2, asynchronous=False)
+    start = rank.saver.start
+
+    def start_and_dawdle(*args: Any, **kwargs: Any) -> float:
+        stall_s = start(*args, **kwargs)
+        assert rank.saver._save is not None
+        rank.saver._save._thread.join()
+        return stall_s
+
+    monkeypatch.setattr(rank.saver, "start", start_and_dawdle)
+    rank.train(1, 2)
+    (saved,) = rank.events("checkpoint-saved")
+    assert saved["stall_s"] >= saved["duration_s"]
+
+
 def test_no_memory_for_copies_means_waiting(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(saver_module, "missing_bytes", lambda needed, ranks: needed)
     rank = OneRank(tmp_path, every_steps=1)
