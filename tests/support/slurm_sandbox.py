@@ -117,7 +117,7 @@ def wait_for(condition: Callable[[], object], what: str, timeout: float = PATIEN
 
 def wait_until_nothing_runs(path: Path, *, but: Collection[int] = ()) -> None:
     """Wait for the last process that has to do with a folder: one that has ended may still be closing its files."""
-    wait_for(lambda: set(processes_of(path)) <= set(but), f"nothing of {path} runs", timeout=60)
+    wait_for(lambda: set(processes_of(path)) <= set(but), f"nothing of {path} runs")
     assert set(processes_of(path)) == set(but)
 
 
