@@ -7,6 +7,7 @@ from typing import Literal
 
 import psutil
 
+from hpjob.slurm.lead import stop_s
 from hpjob.slurm.model import JobSpec
 from hpjob.slurm.site import Partition, Qos, Site, read_max_submitted, read_qos
 
@@ -74,12 +75,12 @@ def decide_chain(spec: JobSpec, site: Site, found: Preemption) -> tuple[bool, li
 
 def window_note(found: Preemption, *, step_s: float, save_s: float) -> str | None:
     """Return a sentence when a preempted job has less time than it needs to save."""
-    needed_s = step_s + save_s
+    needed_s = stop_s(step_s, save_s)
     if found.mode not in {"requeue", "cancel"} or needed_s <= found.window_s:
         return None
     return (
-        f"a preempted job has {found.window_s} s to save here ({found.decided_by}) and needs about {needed_s:.0f} s "
-        f"(a step of {step_s:.0f} s and a save of {save_s:.0f} s)"
+        f"a preempted job has {found.window_s} s to save here ({found.decided_by}) and may need {needed_s:.0f} s "
+        f"(a step of {step_s:.0f} s, a save that has just begun, and its own, of {save_s:.0f} s each)"
     )
 
 

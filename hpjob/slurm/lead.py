@@ -40,9 +40,14 @@ def measured_save_s(run: RunDir) -> float | None:
     return max((float(event["duration_s"]) for event in saves if event.get("duration_s")), default=None)
 
 
+def stop_s(step_s: float, save_s: float) -> float:
+    """Return how long the ranks may take to stop: the step that runs, a save that has just begun, one of their own."""
+    return step_s + 2 * save_s
+
+
 def signal_lead_s(step_s: float, save_s: float) -> int:
-    """Return the seconds before the end at which the ranks are told: a step, a save, the requeue, and safety."""
-    return math.ceil(step_s + save_s + REQUEUE_CALL_S + SAFETY_S)
+    """Return the seconds before the end at which the ranks are told: their stop, the requeue, and safety."""
+    return math.ceil(stop_s(step_s, save_s) + REQUEUE_CALL_S + SAFETY_S)
 
 
 def bound_loss(recipe: Recipe, *, step_s: float, save_s: float) -> tuple[Recipe, str]:

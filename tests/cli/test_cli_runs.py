@@ -273,7 +273,7 @@ def test_resume_takes_the_lead_from_measured_times(cli: Cli, run: RunDir, fake_s
     train(run, 20)
     attempt.events.write_text(json.dumps({"event": "checkpoint-saved", "duration_s": 40.0}) + "\n", encoding="utf-8")
     assert cli("resume").code == 0
-    assert "#SBATCH --signal=USR2@161\n" in fake_slurm.submitted
+    assert "#SBATCH --signal=USR2@201\n" in fake_slurm.submitted
 
 
 def test_resume_on_another_number_of_nodes_says_what_differs(cli: Cli, run: RunDir, fake_slurm: FakeSlurm) -> None:

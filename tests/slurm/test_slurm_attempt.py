@@ -427,4 +427,4 @@ def test_lead_from_measured_times(tmp_path: Path) -> None:
     lines = [json.dumps({"step": i, "step_time_s": 2.0}) for i in range(1, 30)]
     run.metrics.write_text("\n".join(lines) + '\n{"step": 30, "st')
     assert measured_step_s(run) == 2.0
-    assert signal_lead_s(2.0, 30.5) == 153
+    assert signal_lead_s(2.0, 30.5) == 183

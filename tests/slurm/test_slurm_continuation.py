@@ -81,9 +81,10 @@ def test_preemption_by_quality_of_service(fake_slurm: FakeSlurm, qos: str, expec
 
 def test_a_window_that_is_too_short_is_said_with_figures(fake_slurm: FakeSlurm) -> None:
     found = preemption(SPEC, read_site(), find_partition(None, read_site()))
-    assert window_note(found, step_s=10, save_s=40) is None
-    note = window_note(found, step_s=10, save_s=90)
-    assert note is not None and "60 s to save" in note and "about 100 s" in note
+    assert window_note(found, step_s=10, save_s=25) is None
+    # A stop waits for the save that has just begun.
+    note = window_note(found, step_s=10, save_s=30)
+    assert note is not None and "60 s to save" in note and "may need 70 s" in note
 
 
 def test_what_a_short_window_can_lose_is_bounded_by_ephemeral_checkpoints(fake_slurm: FakeSlurm) -> None:

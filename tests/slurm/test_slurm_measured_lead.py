@@ -29,8 +29,8 @@ def run(tmp_path: Path) -> RunDir:
 def test_the_next_job_gets_the_measured_lead(run: RunDir) -> None:
     measured(run, step_s=20.0, save_s=100.0)
     refresh_script(run)
-    assert "#SBATCH --signal=USR2@240\n" in run.script.read_text(encoding="utf-8")
-    assert json.loads(run.spec.read_text(encoding="utf-8"))["signal_lead_s"] == 240
+    assert "#SBATCH --signal=USR2@340\n" in run.script.read_text(encoding="utf-8")
+    assert json.loads(run.spec.read_text(encoding="utf-8"))["signal_lead_s"] == 340
 
 
 def test_before_anything_was_measured_the_script_stays(run: RunDir) -> None:
@@ -44,7 +44,7 @@ def test_a_kept_script_that_gives_too_little_time_is_said(run: RunDir, save_s: f
     measured(run, step_s=20.0, save_s=save_s)
     warning = lead_warning(run)
     assert (warning is not None) is said
-    assert warning is None or ("240 s before the time limit" in warning and "gives 150 s" in warning)
+    assert warning is None or ("340 s before the time limit" in warning and "gives 150 s" in warning)
 
 
 def test_a_controller_that_is_away_is_asked_again(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -171,6 +171,20 @@ def test_a_controller_that_is_away_is_asked_again(job: Job) -> None:
     assert done.returncode == 1 and "operation is disabled" in done.stderr
 
 
+def test_a_request_that_the_controller_forgot_is_made_again(job: Job) -> None:
+    """The shell lives on: a refusal then is no end either, for Slurm may be about to end the job."""
+    calls = job.folder / "scontrol.calls"
+    programs = Path(job.environment["PATH"].partition(os.pathsep)[0])
+    (programs / "sleep").write_text("#!/bin/bash\n")
+    (programs / "sleep").chmod(0o755)
+    text = f'#!/bin/bash\necho "$*" >>{shlex.quote(str(calls))}\n'
+    text += f"[[ $(wc -l <{shlex.quote(str(calls))}) -ne 3 ]] && exit 0\necho Job is in transition >&2\nexit 1\n"
+    (programs / "scontrol").write_text(text)
+    done = job.run(decision="requeue")
+    assert calls.read_text() == "requeue 7\n" * 60
+    assert done.returncode == 1 and "in transition" in done.stderr
+
+
 def test_a_successor_with_nothing_to_do_starts_no_ranks(job: Job) -> None:
     (job.folder / "nothing-to-do").touch()
     assert job.run().returncode == 0
