@@ -1,8 +1,8 @@
-"""``python -m hpjob.slurm.attempt begin|end|orphaned``: what the job script calls before and after the ranks run.
+"""``python -m hpjob.slurm.attempt begin|end|guard``: what the job script calls before, after and beside the ranks.
 
 ``begin`` prints the folder of the new attempt, nothing when there is nothing to do; ``end`` prints ``requeue``,
-``queued``, ``chain``, ``done`` or ``stop``. ``orphaned`` stands in for ``end`` when the
-job's shell cannot run it.
+``queued``, ``chain``, ``done`` or ``stop``. ``guard`` lives as long as the job's shell and stands in for ``end`` when
+the shell cannot run it.
 Everything else goes to stderr, which is the job's log.
 """
 
@@ -24,11 +24,11 @@ _STOP_SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2)
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Run ``begin`` or ``end``; return the exit code for the job script."""
+    """Run one action; return the exit code for the job script."""
     logging.basicConfig(stream=sys.stderr, level=logging.INFO, format="%(name)s: %(message)s")
     options = _parser().parse_args(arguments)
     try:
-        with nullcontext() if options.action == "begin" else _stop_signals_ignored():
+        with _stop_signals_ignored() if options.action == "end" else nullcontext():
             sys.stdout.write(_run(options) + "\n")
             sys.stdout.flush()
     except HpjobError as error:
@@ -49,10 +49,10 @@ def _run(options: argparse.Namespace) -> str:
 
         attempt = begin_on_slurm(run)
         return str(attempt.path) if attempt is not None else ""
-    if options.action == "orphaned":
-        from hpjob.slurm.orphan import requeue_orphan  # noqa: PLC0415
+    if options.action == "guard":
+        from hpjob.slurm.orphan import guard  # noqa: PLC0415
 
-        return "requeued" if requeue_orphan(run, AttemptDir(options.attempt_dir), options.shell_pid) else ""
+        return "requeued" if guard(run, AttemptDir(options.attempt_dir), options.shell_pid) else ""
     from hpjob.slurm.attempt_end import end_attempt  # noqa: PLC0415
 
     return end_attempt(run, AttemptDir(options.attempt_dir), options.exit_code)
@@ -74,12 +74,12 @@ def _parser() -> argparse.ArgumentParser:
     actions = parser.add_subparsers(dest="action", required=True)
     begin = actions.add_parser("begin", help="make the folder of a new attempt and print its path")
     end = actions.add_parser("end", help="print what the job has to do now that its ranks have ended")
-    orphaned = actions.add_parser("orphaned", help="queue the job again if its shell cannot")
-    for action in (begin, end, orphaned):
+    guard = actions.add_parser("guard", help="watch the job's shell, and queue the job again if that cannot")
+    for action in (begin, end, guard):
         action.add_argument("--run-dir", type=Path, required=True)
-    for action in (end, orphaned):
+    for action in (end, guard):
         action.add_argument("--attempt-dir", type=Path, required=True)
-    orphaned.add_argument("--shell-pid", type=int, required=True, help="process of the job script")
+    guard.add_argument("--shell-pid", type=int, required=True, help="process of the job script")
     end.add_argument("--exit-code", type=int, required=True, help="srun's exit code")
     return parser
 

@@ -1,11 +1,13 @@
 """Jobs whose own script cannot queue them again: its shell was killed, or the time limit kills it during the save.
 
-The job script starts a small step beside the ranks for that. It outlives the shell by Slurm's KillWait.
+The job script starts a small step beside the ranks for that. It outlives the shell by Slurm's KillWait, which on a busy
+node is too short to start Python: it is there from the beginning.
 """
 
 from __future__ import annotations
 
 import logging
+import signal
 import time
 
 import psutil
@@ -18,8 +20,37 @@ from hpjob.slurm.progress import stuck
 
 logger = logging.getLogger("hpjob")
 _PATIENCE_S = 60.0
+_POLL_S = 1.0
 _KILLED = "the job's shell was killed from outside"
 _LIMIT = "the time limit came before the job had queued itself again"
+
+
+def guard(run: RunDir, attempt: AttemptDir, shell_pid: int) -> bool:
+    """Watch the job's shell until it is gone or the job is queued again; return whether this did so.
+
+    TERM says that Slurm ends the job, perhaps while the shell is still busy.
+    """
+    told: list[int] = []
+    before = signal.signal(signal.SIGTERM, lambda number, frame: told.append(number))
+    try:
+        while psutil.pid_exists(shell_pid):
+            if told:
+                told.clear()
+                if _requeue_undisturbed(run, attempt, shell_pid):
+                    return True
+            time.sleep(_POLL_S)
+        return _requeue_undisturbed(run, attempt, shell_pid)
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
+def _requeue_undisturbed(run: RunDir, attempt: AttemptDir, shell_pid: int) -> bool:
+    # Slurm may send TERM more than once; it must not end the commands that ask the controller.
+    before = signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    try:
+        return requeue_orphan(run, attempt, shell_pid)
+    finally:
+        signal.signal(signal.SIGTERM, before)
 
 
 def requeue_orphan(run: RunDir, attempt: AttemptDir, shell_pid: int) -> bool:

@@ -14,7 +14,7 @@ from cluster_chaos.victim import Victim
 
 AWAY_S = 6.0
 """How long a killed daemon stays away."""
-NOTICED_S = 90.0
+NOTICED_S = 180.0
 
 
 @dataclass(frozen=True)
@@ -135,11 +135,12 @@ def lose_last_node(victim: Victim, chance: random.Random) -> None:
 
 
 def _lose(victim: Victim, node: str) -> None:
-    """Take a node away until Slurm has noticed; a shorter absence could leave Slurm believing in a dead young job."""
-    job_id = victim.job_id
+    """Take a node away until Slurm has noticed; a shorter absence could leave Slurm believing in a dead young job.
+
+    That holds for the job of a run that has just finished too, so this does not end with the run.
+    """
     victim.site.control("stop-node", node, "--with-jobs")
-    victim.wait(lambda: not _running(victim, job_id) or _is_down(victim, node), NOTICED_S)
-    victim.wait(lambda: _is_down(victim, node), NOTICED_S)
+    victim.site.until(lambda: _is_down(victim, node), NOTICED_S)
     victim.site.control("start-node", node)
 
 

@@ -3,14 +3,19 @@
 from __future__ import annotations
 
 import os
+import signal
+import subprocess
+import sys
+import time
 from pathlib import Path
 
 import pytest
 
 from hpjob.core.run_dir import AttemptDir, RunDir
 from hpjob.core.run_records import read_json, write_json
-from hpjob.slurm.orphan import requeue_orphan
+from hpjob.slurm.orphan import guard, requeue_orphan
 from tests.support.fake_slurm import FakeSlurm
+from tests.support.slurm_sandbox import wait_for
 
 GONE = 2**22 + 1
 """Above every process number."""
@@ -76,3 +81,33 @@ def test_three_times_without_progress_stop(attempt: AttemptDir, fake_slurm: Fake
         write_json(run.attempt(index).attempt_json, read_json(attempt.attempt_json) or {})
     assert not requeued(run.attempt(2), fake_slurm, "JobState=COMPLETING Restarts=0 ExitCode=0:9 PreemptTime=None")
     assert (read_json(run.attempt(2).end) or {})["decision"] == "stop"
+
+
+def test_the_guard_waits_for_the_end_of_the_shell(attempt: AttemptDir, fake_slurm: FakeSlurm) -> None:
+    fake_slurm.answer("scontrol show job", "JobId=7 JobState=COMPLETING Restarts=0 ExitCode=0:9 PreemptTime=None\n")
+    fake_slurm.answer("scontrol requeue")
+    handler = signal.getsignal(signal.SIGTERM)
+    assert guard(RunDir(attempt.path.parent.parent), attempt, GONE)
+    assert "requeue 7" in fake_slurm.calls("scontrol")
+    assert signal.getsignal(signal.SIGTERM) is handler
+
+
+def test_term_makes_the_guard_look_while_the_shell_lives(attempt: AttemptDir, fake_slurm: FakeSlurm) -> None:
+    """The job script starts it with TERM ignored, which may come before Python is up."""
+    text = "JobId=7 JobState=COMPLETING Reason=TimeLimit Restarts=0 ExitCode=0:0 PreemptTime=None\n"
+    fake_slurm.answer("scontrol show job", text)
+    fake_slurm.answer("scontrol requeue")
+    command = [sys.executable, "-m", "hpjob.slurm.attempt", "guard", "--run-dir", str(attempt.path.parent.parent)]
+    command += ["--attempt-dir", str(attempt.path), "--shell-pid", str(os.getpid())]
+    started = ["bash", "-c", 'trap "" TERM; echo; exec "$@"', "guard", *command]
+    process = subprocess.Popen(started, stdout=subprocess.PIPE)
+    assert process.stdout is not None and process.stdout.readline() == b"\n"
+
+    def ended() -> bool:
+        process.send_signal(signal.SIGTERM)
+        time.sleep(0.2)
+        return process.poll() is not None
+
+    wait_for(ended, "the guard has ended", timeout=180)
+    assert process.communicate()[0] == b"requeued\n" and process.returncode == 0
+    assert "requeue 7" in fake_slurm.calls("scontrol")
