@@ -20,9 +20,9 @@ from hpjob.slurm.progress import stuck
 
 logger = logging.getLogger("hpjob")
 _PATIENCE_S = 60.0
-_POLL_S = 1.0
 _KILLED = "the job's shell was killed from outside"
 _LIMIT = "the time limit came before the job had queued itself again"
+_POLL_S = 1.0
 
 
 def guard(run: RunDir, attempt: AttemptDir, shell_pid: int) -> bool:

@@ -25,8 +25,8 @@ from cluster_chaos.victim import STEPS, Victim, write_recipe
 from hpjob.core.run_dir import RunDir
 from hpjob.core.run_records import read_json, read_json_lines, read_outcome
 
-START_S = 300.0
-FINISH_S = 420.0
+START_S = 600.0
+FINISH_S = 1200.0
 LANES = 3
 
 
