@@ -30,7 +30,7 @@ from cluster_chaos.victim import Victim, write_recipe  # noqa: E402
 
 from hpjob.core.run_records import read_json, read_json_lines, read_outcome  # noqa: E402
 
-PATIENCE_S = 240.0
+PATIENCE_S = 900.0
 WORDS = {
     "signal_to_exit_s": "preemption asked to ranks saved and gone",
     "exit_to_decision_s": "ranks gone to the job's decision",

@@ -11,7 +11,7 @@ from cluster_chaos.victim import STEPS, Victim, load_lines
 from hpjob.core.run_dir import RunDir
 from hpjob.core.run_records import read_json
 
-CLEAN_UP_S = 120.0
+CLEAN_UP_S = 300.0
 """srun waits 60 s for a rank whose step daemon is gone, after the others have left."""
 _LEFTOVERS = ("**/.*.tmp", "checkpoints/*.partial", "checkpoints/*.trash", "attempts/.draft-*", "STOP")
 
