@@ -8,6 +8,7 @@ import signal
 import socket
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import psutil
@@ -97,6 +98,10 @@ def test_killed_daemons_are_started_again(new_sandbox: SlurmSandbox, tmp_path: P
     new_sandbox.control("up", "--nodes", "2")
     job = new_sandbox.submit("--nodes=2", "--output=/dev/null", "--wrap=sleep 1004")
     new_sandbox.wait_for_job(job, "RUNNING")
+    # A controller that is killed before it has saved that the job runs would start it again.
+    state, before = new_sandbox.path / "state" / "job_state", time.time()
+    new_sandbox.run("scontrol", "update", f"JobId={job}", "Comment=saved")
+    new_sandbox.wait_for(lambda: state.exists() and state.stat().st_mtime > before, "the controller has saved its jobs")
     for name in ("slurmctld", "slurmd", "munged"):
         kill_daemons(new_sandbox.path, name)
         wait_for(lambda: new_sandbox.status()["state"] == "partial", "partial")
@@ -173,8 +178,8 @@ def test_ranks_go_where_the_host_file_says_and_see_gpus(slurm_sandbox: SlurmSand
     hosts.write_text("\n".join(order) + "\n")
     show = 'echo "$SLURM_PROCID $SLURMD_NODENAME $CUDA_VISIBLE_DEVICES"'
     out = slurm_sandbox.run(
+        *("salloc", "--nodes=4", "--exclusive", "--gpus-per-node=8", "env", f"SLURM_HOSTFILE={hosts}"),
         *("srun", "--ntasks=8", "--distribution=arbitrary", "--gpus-per-node=8", "bash", "-c", show),
-        env={"SLURM_HOSTFILE": str(hosts)},
     ).stdout
     assert sorted(out.splitlines()) == [f"{rank} {host} 0,1,2,3,4,5,6,7" for rank, host in enumerate(order)]
 
@@ -199,7 +204,8 @@ def test_urgent_job_preempts_and_the_job_requeues_itself(slurm_sandbox: SlurmSan
     slurm_sandbox.wait_for_job(job, "COMPLETED")
     assert out.read_text().count("step got TERM") == 4
     assert "back" in out.read_text()
-    assert slurm_sandbox.job(job)["Restarts"] == "1"
+    # Newer releases count the preemption beside the job's own request.
+    assert slurm_sandbox.job(job)["Restarts"] in {"1", "2"}
 
 
 def test_scancel_ends_a_job(slurm_sandbox: SlurmSandbox) -> None:
