@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from itertools import chain
 from typing import Literal
 
 from hpjob.plan.enumeration import legal_bases, recompute_policies, zero_stages
@@ -185,8 +186,10 @@ class _Search:
         memory = self.problem.runtime.memory_model(base)
         still_open = set(range(len(zeros)))
         # Most of what does not fit is far off with the policy that needs least, and no other need be looked at.
-        if min(next(memory.totals(base, zeros, self.policies[-1:]))) <= _HOPELESS * self.limit_gib * GIB:
-            for policy, of_zero in zip(self.policies, memory.totals(base, zeros, self.policies), strict=True):
+        totals = memory.totals(base, zeros, (self.policies[-1], *self.policies[:-1]))
+        least = next(totals)
+        if min(least) <= _HOPELESS * self.limit_gib * GIB:
+            for policy, of_zero in zip(self.policies, chain(totals, (least,)), strict=True):
                 for position in sorted(still_open):
                     gib = of_zero[position] / GIB
                     if gib <= self.limit_gib:
