@@ -48,7 +48,7 @@ class Start:
 
 
 def begin_on_slurm(run: RunDir) -> AttemptDir | None:
-    """Begin an attempt inside a Slurm job; None when the job is the successor of one that was stopped for good.
+    """Begin an attempt inside a Slurm job; None when it, or the job that it succeeds, was stopped for good.
 
     Raises:
         HpjobError: The nodes cannot carry a plan, their addresses are unusable, the run runs elsewhere, or the run
@@ -61,7 +61,7 @@ def begin_on_slurm(run: RunDir) -> AttemptDir | None:
     ask_controller(job.job_id)
     nothing_to_do = why_not_to_go_on(run, job.job_id)
     if nothing_to_do is not None:
-        logger.info("%s, so this successor has nothing to do; `hpjob resume` goes on", nothing_to_do)
+        logger.info("%s, so this job has nothing to do; `hpjob resume` goes on", nothing_to_do)
         return None
     if lost := remember_lost_nodes(run):
         logger.warning("the last attempt was lost with %s", ", ".join(lost))

@@ -13,11 +13,13 @@ from hpjob.core.run_dir import RunDir
 from hpjob.core.run_records import read_json, write_json
 from hpjob.slurm.commands import run_command
 from hpjob.slurm.live import Submission, local_process
-from hpjob.slurm.query import wait_until_gone
+from hpjob.slurm.query import job_state, wait_until_gone
 
 # Ranks that are told to stop save first; Slurm itself gives them its KillWait, 30 s on most sites.
 LOCAL_GRACE_S = 30.0
 SLURM_WAIT_S = 300.0
+AGAIN_S = 5.0
+"""After how long a job that is alive all the same is told again."""
 
 
 def cancel(run: RunDir, submissions: list[Submission]) -> None:
@@ -54,11 +56,16 @@ def _scancel(job_id: str) -> None:
 
 
 def _wait_until_gone(job_id: str) -> None:
-    if not wait_until_gone(job_id, SLURM_WAIT_S):
-        raise EnvironmentProblemError(
-            f"job {job_id} is cancelled, but its processes have not ended within {SLURM_WAIT_S:.0f} s",
-            hint=f"`squeue -j {job_id}` shows its state; tell your administrator if it stays COMPLETING",
-        )
+    until = time.monotonic() + SLURM_WAIT_S
+    while not wait_until_gone(job_id, AGAIN_S):
+        if time.monotonic() > until:
+            raise EnvironmentProblemError(
+                f"job {job_id} is cancelled, but its processes have not ended within {SLURM_WAIT_S:.0f} s",
+                hint=f"`squeue -j {job_id}` shows its state; tell your administrator if it stays COMPLETING",
+            )
+        if job_state(job_id).phase in {"waiting", "running"}:
+            # Its script was just queueing it again, which brings a cancelled job back.
+            run_command(["scancel", job_id], timeout_s=60)
 
 
 def end_local(run: RunDir, submission: Submission) -> None:

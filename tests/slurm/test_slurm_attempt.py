@@ -148,8 +148,17 @@ def test_begin_obeys_a_stop_file_once_and_forgets_an_older_cancel(
     write_json(run.cancelled, {"job_ids": ["6"]})
     begin(run, capsys)
     assert not run.stop.exists() and not run.cancelled.exists()
+
+
+def test_a_job_cancelled_while_it_queued_itself_again_trains_no_more(
+    run: RunDir, capsys: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture
+) -> None:
+    """Slurm takes a requeue that comes after scancel, and starts the job again."""
     write_json(run.cancelled, {"job_ids": ["7"]})
-    begin(run, capsys)
+    with caplog.at_level("INFO"):
+        assert main(["begin", "--run-dir", str(run.path)]) == 0
+    assert capsys.readouterr().out.strip() == "" and run.attempt_list() == []
+    assert "job 7 was cancelled" in caplog.text and "hpjob resume" in caplog.text
     assert run.cancelled.exists()
 
 

@@ -149,6 +149,22 @@ def test_cancel_ends_successors_first(run: RunDir, fake_slurm: FakeSlurm, monkey
     assert read_json(run.cancelled) is not None
 
 
+def test_cancel_tells_a_job_again_that_comes_back(
+    run: RunDir, fake_slurm: FakeSlurm, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its script had just asked Slurm to queue it again; that is carried out after scancel."""
+    told: list[str] = []
+
+    def gone(job_id: str, timeout_s: float) -> bool:
+        told[:] = fake_slurm.calls("scancel")
+        state(fake_slurm, "7", "PENDING" if told.count("7") < 2 else "CANCELLED")
+        return job_id == "8" or told.count("7") == 2
+
+    monkeypatch.setattr("hpjob.slurm.cancel.wait_until_gone", gone)
+    cancel(run, [submission for submission, _ in live_submissions(run)])
+    assert told == ["8", "7", "7"]
+
+
 def test_of_two_jobs_that_begin_at_once_one_enters(
     run: RunDir, fake_slurm: FakeSlurm, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
