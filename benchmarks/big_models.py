@@ -13,7 +13,7 @@ from hpjob.plan.layout import Layout, stage_layers
 from hpjob.plan.memory import memory_limit_gib
 from hpjob.plan.planner import make_problem
 from hpjob.plan.problem import Problem
-from hpjob.plan.search import Candidate, survey
+from hpjob.plan.search import Candidate, best_of, survey
 from hpjob.recipe.load import load_recipe
 from hpjob.recipe.model import Recipe
 from hpjob.runtime.parity.case import Case
@@ -236,7 +236,7 @@ class Planner:
         )
 
     def _candidates(self, target: Target) -> tuple[Problem, list[Candidate]]:
-        """The fastest layout that fits, then the fastest of each further (tp, pp, sp)."""
+        """The planner's choice, then the fastest layout that fits of each further (tp, pp, sp)."""
         key = f"{target.work.name} {sorted(target.settings.items())}"
         if key not in self._found:
             recipe = target.work.recipe
@@ -244,11 +244,11 @@ class Planner:
             recipe = parse(Recipe, recipe.model_dump() | {"parallel": parallel}, source=target.name)
             problem = make_problem(recipe, self._topology, gpus_per_node=self._gpus)
             limit = memory_limit_gib(problem.hardware)
+            fitting = [c for c in survey(problem, limit).candidates if c.memory_gib <= limit and c.supported]
+            first = [best_of(fitting)] if fitting else []
             best: dict[tuple[int, int, int], Candidate] = {}
-            for candidate in sorted(survey(problem, limit).candidates, key=lambda candidate: candidate.order):
-                layout = candidate.layout
-                if candidate.memory_gib <= limit and candidate.supported:
-                    best.setdefault((layout.tp, layout.pp, layout.sp), candidate)
+            for candidate in first + sorted(fitting, key=lambda candidate: candidate.order):
+                best.setdefault((candidate.layout.tp, candidate.layout.pp, candidate.layout.sp), candidate)
             self._found[key] = problem, list(best.values())
         return self._found[key]
 

@@ -76,7 +76,7 @@ def cancel_successors(run: RunDir) -> list[str]:
 def why_not_to_go_on(run: RunDir, job_id: str) -> str | None:
     """Return why a job has nothing to do: it or the one before it was stopped for good; None when it goes on."""
     if job_id in (read_json(run.cancelled) or {}).get("job_ids", []):
-        return f"job {job_id} was cancelled while it queued itself again"
+        return f"job {job_id} was cancelled"
     by_id = {submission.job_id: submission for submission in read_submissions(run)}
     own = by_id.get(job_id)
     before = by_id.get(own.after) if own is not None and own.after is not None else None

@@ -5,11 +5,24 @@ import pytest
 pytest.importorskip("torch", reason="the benchmarks need the [train] extra")
 pytest.importorskip("transformers", reason="the benchmarks need the [train] extra")
 
-from benchmarks.big_models import CHOICE, Planner, dense_layouts, left_out, parity_text, shortened, targets
+from benchmarks.big_models import (
+    CHOICE,
+    Planner,
+    Target,
+    Work,
+    dense_layouts,
+    left_out,
+    parity_text,
+    shortened,
+    targets,
+)
 from hpjob.core.errors import HpjobError
 from hpjob.plan.layout import Layout
+from hpjob.plan.planner import make_plan
+from hpjob.recipe.load import load_recipe
 from hpjob.runtime.parity.case import parse_case
 from hpjob.runtime.support import unsupported
+from hpjob.topology.load import load_machine, machine_topology
 
 
 @pytest.mark.parametrize("gpus", [2, 4, 8])
@@ -40,6 +53,15 @@ def test_settings_of_a_target_hold() -> None:
     assert plans[CHOICE].global_batch_size == 288
     degrees = {(p.degrees.tp, p.degrees.pp) for name, p in plans.items() if name.startswith("runner-up")}
     assert len(degrees) == 2 and (plans[CHOICE].degrees.tp, plans[CHOICE].degrees.pp) not in degrees
+
+
+def test_the_planners_choice_is_that_of_hpjob_plan() -> None:
+    """Here a layout with an uneven split is as fast, and only the tie decides for the plain one."""
+    machine, recipe = "dgx-a100-80g", load_recipe("7b", [])
+    planned = make_plan(recipe, machine_topology(load_machine(machine), 1))
+    chosen = Planner(8, machine).choose(Target(work=Work(name="7b", recipe=recipe), name=CHOICE), 1.0).case.plan
+    assert chosen.summary == planned.summary
+    assert chosen.pipeline.layers_per_stage == planned.pipeline.layers_per_stage
 
 
 def test_layouts_that_need_more_gpus_are_named() -> None:

@@ -8,15 +8,16 @@ from hpjob.plan.enumeration import legal_layouts
 from hpjob.plan.hardware import hardware_of
 from hpjob.plan.layout import Layout
 from hpjob.plan.legality import problems, unsupported_by_runtime
-from hpjob.plan.memory import GIB
+from hpjob.plan.memory import GIB, memory_limit_gib
 from hpjob.plan.model import Plan
-from hpjob.plan.planner import make_plan
+from hpjob.plan.planner import make_plan, make_problem
 from hpjob.plan.problem import Problem
 from hpjob.plan.search import SAME, survey
 from hpjob.plan.shape import shape_of
 from hpjob.recipe.load import load_recipe
 from hpjob.recipe.model import Recipe
 from hpjob.topology.load import load_machine, machine_topology
+from hpjob.topology.model import MachineType
 
 _MACHINES = st.sampled_from(["dgx-a100-40g", "dgx-a100-80g", "hgx-h100", "gb200-nvl72", "mi250x", "pcie-l40s"])
 _NODES = st.sampled_from([1, 2, 3, 4, 6])
@@ -70,6 +71,14 @@ def test_more_memory_never_makes_the_best_plan_slower(recipe: Recipe, machine: s
         return
     large = make_plan(recipe, machine_topology(larger, nodes))
     assert large.time.step_s <= small.time.step_s * (1 + SAME + 1e-6)
+    assert _fastest(recipe, larger, nodes) <= _fastest(recipe, base, nodes) * (1 + 1e-6)
+
+
+def _fastest(recipe: Recipe, machine: MachineType, nodes: int) -> float:
+    problem = make_problem(recipe, machine_topology(machine, nodes))
+    limit = memory_limit_gib(problem.hardware)
+    fitting = [found for found in survey(problem, limit).candidates if found.memory_gib <= limit]
+    return min(candidate.time.step for candidate in fitting if candidate.supported)
 
 
 @given(recipe=_recipes(), machine=_MACHINES)
