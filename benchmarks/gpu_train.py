@@ -32,6 +32,7 @@ HPJOB = {
     "hpjob, two microbatches": "num_microbatches=2",
     "hpjob, fp8": "use_fp8=true",
     "hpjob, not compiled": "enable_jit_fused=false",
+    "hpjob, no attention package": "",
 }
 SHAPES = ("llama2-7b", "llama3-8b")
 
@@ -96,6 +97,7 @@ def _one(name: str, options: argparse.Namespace, *, profile: bool) -> dict[str, 
     torch._dynamo.reset()
     torch.cuda.empty_cache()
     case = _case(HPJOB.get(name, ""), options)
+    _offer_attention_packages(name != "hpjob, no attention package")
     try:
         step = _hpjob(case) if name in HPJOB else _peer(name, case)
         for _ in range(4):
@@ -167,6 +169,14 @@ def _peer(name: str, case: Any) -> Callable[[], Any]:
         return train(batches[count[0] % 4])
 
     return step
+
+
+def _offer_attention_packages(wanted: bool) -> None:
+    """Let the runtime find flash-attn-4 where it is, or hide it, to compare with what torch itself has."""
+    from hpjob.runtime.sequence import backend_choice, flash_attn_4
+
+    backend_choice.has_flash_attn_4 = flash_attn_4.has_flash_attn_4 if wanted else lambda: False  # type: ignore[assignment]
+    backend_choice._choose_once.cache_clear()
 
 
 def _seconds(step: Callable[[], Any]) -> float:

@@ -21,6 +21,12 @@ from hpjob.runtime.sequence.cuda_attention import (
     FlashAttnPackageBackend,
     has_flash_attn_package,
 )
+from hpjob.runtime.sequence.flash_attn_4 import (
+    FIRST_CAPABILITY,
+    LARGEST_HEAD_DIM,
+    FlashAttn4Backend,
+    has_flash_attn_4,
+)
 
 _HALF_TYPES = (torch.bfloat16, torch.float16)
 _CUDNN_FIRST_FROM = (9, 0)
@@ -85,9 +91,11 @@ def _choose_cuda(
 def _unmasked_cuda_candidates(
     device: torch.device, dtype: torch.dtype, heads: tuple[int, int, int]
 ) -> Iterator[BackendChoice]:
+    capability = torch.cuda.get_device_capability(device)
+    if capability >= FIRST_CAPABILITY and heads[2] % 8 == 0 and heads[2] <= LARGEST_HEAD_DIM and has_flash_attn_4():
+        yield BackendChoice(backend=FlashAttn4Backend(), reason="flash-attn-4 is importable")
     if has_flash_attn_package() and heads[2] % 8 == 0 and heads[2] <= 256:
         yield BackendChoice(backend=FlashAttnPackageBackend(), reason="flash-attn is importable")
-    capability = torch.cuda.get_device_capability(device)
     native = _probe(device, dtype, heads, expand=False)
     expanded = _probe(device, dtype, heads, expand=True)
     reason = f"no flash-attn package; compute capability {capability[0]}.{capability[1]}"

@@ -11,6 +11,7 @@ from torch.nn import functional
 
 from hpjob.runtime.sequence.backend_choice import choose_backend
 from hpjob.runtime.sequence.cuda_attention import FlashAttnPackageBackend
+from hpjob.runtime.sequence.flash_attn_4 import FlashAttn4Backend, flash_attn_4
 from hpjob.runtime.sequence.sequence_mask import sequence_mask
 
 
@@ -41,6 +42,10 @@ def local_attention(
     """
     mask = sequence_mask(document_ids, sliding_window, q.shape[2])
     backend = choose_backend(q, k, needs_bias=mask is not None).backend
+    if isinstance(backend, FlashAttn4Backend):
+        factor = q.shape[-1] ** -0.5 if scale is None else scale
+        rows: Tensor = flash_attn_4(*(tensor.transpose(1, 2) for tensor in (q, k, v)), factor, True)[0]
+        return rows.transpose(1, 2)
     if isinstance(backend, FlashAttnPackageBackend):
         flash_attn: Any = importlib.import_module("flash_attn")
         heads_last = (tensor.transpose(1, 2) for tensor in (q, k, v))

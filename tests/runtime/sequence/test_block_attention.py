@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 import types
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -18,6 +19,7 @@ from hpjob.runtime.sequence.cuda_attention import (
     FlashAttnPackageBackend,
     has_flash_attn_package,
 )
+from hpjob.runtime.sequence.flash_attn_4 import FlashAttn4Backend, flash_attn_4, has_flash_attn_4
 from hpjob.runtime.sequence.sequence_mask import MASKED_SCORE, SequenceMask, document_ids_from_position_ids
 from tests.runtime.sequence.attention_reference import allowed_keys, full_attention, make_inputs, relative_error
 
@@ -26,13 +28,20 @@ needs_cuda = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a C
 CUDA_BACKENDS = [CudaFlashBackend(), CudnnBackend(native_gqa=False), CudaEfficientBackend()]
 
 
-def errors_of_two_blocks(backend: AttentionBackend, dtype: torch.dtype, device: str, *, masked: bool) -> list[float]:
+def errors_of_two_blocks(
+    backend: AttentionBackend,
+    dtype: torch.dtype,
+    device: str,
+    *,
+    masked: bool,
+    shape: tuple[int, int, int, int, int] = SHAPE,
+) -> list[float]:
     """Attention of all queries to the first and to the second half of the keys, merged; errors against the whole."""
-    q, k, v, grad_out = (tensor.to(device) for tensor in make_inputs(SHAPE, dtype))
-    length, half = SHAPE[3], SHAPE[3] // 2
-    ids = torch.arange(length).ge(20).long().expand(SHAPE[0], -1) if masked else None
+    q, k, v, grad_out = (tensor.to(device) for tensor in make_inputs(shape, dtype))
+    length, half = shape[3], shape[3] // 2
+    ids = torch.arange(length).ge(20).long().expand(shape[0], -1) if masked else None
     expected = full_attention(q.cpu(), k.cpu(), v.cpu(), grad_out.cpu(), document_ids=ids)
-    scale = SHAPE[4] ** -0.5
+    scale = shape[4] ** -0.5
     own = slice(half, length)
 
     def settings(queries: slice, keys: slice) -> BlockSettings:
@@ -121,6 +130,15 @@ def test_cuda_choice_takes_the_tensors_that_it_was_made_for() -> None:
             assert max(errors_of_two_blocks(choice.backend, dtype, "cuda", masked=needs_bias)) <= 8e-3
 
 
+@needs_cuda
+@pytest.mark.parametrize("head_dim", [64, 128])
+def test_flash_attn_4_kernels_merge_like_whole_attention(head_dim: int) -> None:
+    if not has_flash_attn_4():
+        pytest.skip("flash-attn-4 is not installed")
+    shape = (2, 4, 2, 256, head_dim)
+    assert max(errors_of_two_blocks(FlashAttn4Backend(), torch.bfloat16, "cuda", masked=False, shape=shape)) <= 8e-3
+
+
 def stand_in_for_flash_attn() -> types.ModuleType:
     """A module with the two functions of flash-attn 2.7 in their (batch, sequence, heads, head_dim) layout."""
     math_backend = MathBackend()
@@ -141,6 +159,63 @@ def stand_in_for_flash_attn() -> types.ModuleType:
     module._flash_attn_forward = forward  # type: ignore[attr-defined]
     module._flash_attn_backward = backward  # type: ignore[attr-defined]
     return module
+
+
+def stand_in_for_flash_attn_4() -> types.ModuleType:
+    """A module with the two functions of flash-attn-4, which returns more results in newer versions."""
+    math_backend = MathBackend()
+
+    def forward(q: Any, k: Any, v: Any, *, softmax_scale: float, causal: bool, return_lse: bool) -> Any:
+        assert all(t.is_contiguous() for t in (q, k, v))
+        assert return_lse
+        settings = BlockSettings(scale=softmax_scale, is_causal=causal)
+        out, lse = math_backend.forward(*(t.transpose(1, 2) for t in (q, k, v)), settings)
+        return out.transpose(1, 2).contiguous(), lse.contiguous(), None, None, None
+
+    def backward(q: Any, k: Any, v: Any, out: Any, dout: Any, lse: Any, **options: Any) -> Any:
+        assert all(t.is_contiguous() for t in (q, k, v, out, dout, lse))
+        settings = BlockSettings(scale=options["softmax_scale"], is_causal=options["causal"])
+        grads = math_backend.backward(*(t.transpose(1, 2) for t in (dout, q, k, v, out)), lse, settings)
+        return tuple(grad.transpose(1, 2).contiguous() for grad in grads)
+
+    module = types.ModuleType("flash_attn.cute.interface")
+    module._flash_attn_fwd = forward  # type: ignore[attr-defined]
+    module._flash_attn_bwd = backward  # type: ignore[attr-defined]
+    return module
+
+
+@pytest.fixture
+def flash_attn_4_stand_in(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    for name in ("flash_attn", "flash_attn.cute"):
+        monkeypatch.setitem(sys.modules, name, types.ModuleType(name))
+    monkeypatch.setitem(sys.modules, "flash_attn.cute.interface", stand_in_for_flash_attn_4())
+    has_flash_attn_4.cache_clear()
+    yield
+    has_flash_attn_4.cache_clear()
+
+
+def test_without_flash_attn_4_it_is_not_chosen() -> None:
+    has_flash_attn_4.cache_clear()
+    assert not has_flash_attn_4()
+
+
+@pytest.mark.usefixtures("flash_attn_4_stand_in")
+def test_flash_attn_4_is_called_in_its_layout() -> None:
+    assert has_flash_attn_4()
+    assert max(errors_of_two_blocks(FlashAttn4Backend(), torch.float32, "cpu", masked=False)) <= 1e-6
+
+
+@pytest.mark.usefixtures("flash_attn_4_stand_in")
+def test_flash_attn_4_is_one_node_of_a_compiled_graph() -> None:
+    q, k, v, grad_out = (tensor.transpose(1, 2).requires_grad_() for tensor in make_inputs(SHAPE, torch.float32))
+
+    def attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+        return flash_attn_4(q * 1.0, k, v, 0.25, True)[0]
+
+    compiled = torch.compile(attend, fullgraph=True, backend="aot_eager")
+    grads = torch.autograd.grad(compiled(q, k, v), (q, k, v), grad_out)
+    expected = torch.autograd.grad(attend(q, k, v), (q, k, v), grad_out)
+    assert all(torch.equal(a, b) for a, b in zip(grads, expected, strict=True))
 
 
 def test_flash_attn_package_is_called_in_its_layout(monkeypatch: pytest.MonkeyPatch) -> None:
