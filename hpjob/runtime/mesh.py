@@ -184,7 +184,7 @@ def add_expert_mesh(mesh: Mesh, plan: Plan) -> Mesh:
     _, dense_shard = _replicate_and_shard(plan, d.dp * d.sp)
     shard = max(1, dense_shard // d.ep)
     replicate = d.dp * d.sp // (d.ep * shard)
-    ranks = torch.arange(d.world_size).view(d.pp, replicate, shard, d.ep, d.tp).transpose(2, 3).contiguous()
+    ranks = torch.arange(d.world_size).view(d.pp, replicate, shard, d.ep, d.tp).transpose(2, 3)
     axes = {
         "pp": _PARAMETERS,
         "expert_replicate": _PARAMETERS,

@@ -85,6 +85,8 @@ class ProcessGroups:
             ranks: Every rank of the world once; one dim an axis.
             axes: Name and traffic of every dim.
         """
+        # A dim of size 1 may have any stride, and torch 2.11 slices only a mesh whose strides fall.
+        ranks = ranks.flatten().view(ranks.shape)
         groups = [self.along(ranks, dim, traffic) for dim, traffic in enumerate(axes.values())]
         return DeviceMesh.from_group(groups, self.device_type, ranks, mesh_dim_names=tuple(axes))
 

@@ -1,4 +1,4 @@
-"""AdamW with clipping in one pass over memory: a compiled loop over flat tensors.
+"""AdamW with clipping in one pass over memory: a compiled loop.
 
 torch's fused AdamW wants gradients in the weights' dtype, writes clipped gradients back and leaves the bf16
 copy to others. Here a gradient in any dtype is read once, and master, moments and compute weight are written
@@ -14,6 +14,10 @@ import torch
 from torch import Tensor
 
 from hpjob.recipe.model import OptimizerSettings
+
+_ROW = 1024
+"""Elements. A tensor is seen as rows of this constant length where it divides: sizes that the compiled code knows as
+multiples of 16 only then are read 16 bytes at a time, which is nearly twice as fast."""
 
 
 class FusedUpdate:
@@ -50,8 +54,8 @@ class FusedUpdate:
         """
         beta1, beta2 = self._settings.betas
         figures = (self._scale, self._rate, self._root, self._keep[decays])
-        tensors = [_flat(tensor) for tensor in (master, first, second, gradient)]
-        rounded = None if weight is None else _flat(weight)
+        tensors = [_rows(tensor) for tensor in (master, first, second, gradient)]
+        rounded = None if weight is None else _rows(weight)
         _compiled(beta1, beta2, self._settings.eps)(tensors, rounded, figures)
 
 
@@ -67,13 +71,17 @@ def _compiled(beta1: float, beta2: float, eps: float) -> Callable[..., None]:
         if weight is not None:
             weight.copy_(master)
 
-    compiled: Callable[..., None] = torch.compile(update, fullgraph=True, dynamic=True)
+    compiled: Callable[..., None] = torch.compile(update, fullgraph=True)
     return compiled
 
 
-def _flat(tensor: Tensor) -> Tensor:
+def _rows(tensor: Tensor) -> Tensor:
+    """(numel / row, row), or (numel,) where that leaves a rest; compiled for any first size."""
+    shape = (-1,) if tensor.numel() % _ROW else (-1, _ROW)
     # ``data``: a tensor that autograd knows as a view of a larger one would be compiled for that very view.
-    return tensor.detach().view(-1).data
+    rows = tensor.detach().view(shape).data
+    torch._dynamo.maybe_mark_dynamic(rows, 0)
+    return rows
 
 
 def _scalar(value: float, like: Tensor) -> Tensor:
