@@ -116,6 +116,7 @@ class Engine:
             log.info("attention is %s", self.attention)
         self._executor = self.executor_class(self._schedule, self._rank, stages, self._transport())
         self._tied_group = _tied_group(self._schedule, mesh) if recipe.model.tie_word_embeddings else None
+        self._is_warm = False
         self.loss_scale = LossScale(recipe.parallel.initial_scale) if plan.precision == "fp16" else None
         """Only in fp16."""
         self.accepts_update: Callable[[float, float], bool] | None = None
@@ -146,8 +147,8 @@ class Engine:
             tokens of the global batch.
         """
         self._check_shape(batch, self._plan.pipeline.num_microbatches)
-        for item in self.parameters:
-            item.clear_gradient()
+        self._warm_up_once(batch)
+        self._clear_gradients()
         num_tokens = self._count_tokens(batch)
         microbatches = list(self._microbatches(batch))
         loss = self._executor.run(microbatches, self.gradient_scale / self._divisor(num_tokens, head), head)
@@ -191,12 +192,32 @@ class Engine:
         size = self._plan.pipeline.microbatch_size
         batch = _fill_up(batch, -len(batch.input_ids) % size)
         self._check_shape(batch, len(batch.input_ids) // size)
+        self._warm_up_once(batch)
         num_tokens = self._count_tokens(batch)
         microbatches = list(self._microbatches(batch))
         loss = self._executor.evaluate(microbatches, 1.0 / self._divisor(num_tokens, head), head)
         total = self._counted_part(loss, 1.0)
         dist.all_reduce(total)
         return total.item(), int(num_tokens.item())
+
+    def warm_up(self, batch: Batch) -> None:
+        """Load all code that a step runs, before ranks wait for each other; gradients are cleared.
+
+        Args:
+            batch: At least one microbatch of this data-parallel rank; a collective call of all ranks.
+        """
+        self._is_warm = True
+        with torch.enable_grad():
+            self._executor.warm_up(next(self._microbatches(batch)), torch.ones((), device=self._device))
+        self._clear_gradients()
+
+    def _warm_up_once(self, batch: Batch) -> None:
+        if not self._is_warm and self._device.type == "cuda" and self._mesh.size(Axis.PP) > 1:
+            self.warm_up(batch)
+
+    def _clear_gradients(self) -> None:
+        for item in self.parameters:
+            item.clear_gradient()
 
     def state_dict(self) -> dict[str, Any]:
         """Return weights and optimizer state under global names, as DTensors that say how they are cut.

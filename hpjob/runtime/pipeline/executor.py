@@ -128,6 +128,36 @@ class PipelineExecutor:
         self._transport.end_step()
         return self._loss_sum
 
+    def warm_up(self, microbatch: Microbatch, loss_scale: Tensor) -> None:
+        """Run every stage forward and backward once without messages; leaves gradients that mean nothing.
+
+        On a GPU the first use of a kernel loads code, which may wait until the GPU is idle. Within a step it need never
+        be: a receive runs there until another rank sends, and that rank may be loading code as well.
+
+        Args:
+            microbatch: Any.
+            loss_scale: As of :meth:`run`.
+        """
+        for number in sorted(self._stages):
+            self._warm_up(self._stages[number], microbatch, loss_scale)
+
+    def _warm_up(self, state: _StageState, microbatch: Microbatch, loss_scale: Tensor) -> None:
+        module, queue = state.module, state.queue
+        received = None if module.part.is_first else self._transport.buffer().zero_().requires_grad_()
+        inputs = microbatch.input_ids if received is None else received
+        output = module(inputs, microbatch.position_ids, microbatch.document_ids)
+        if module.part.is_last:
+            output = module.loss_sum(output, microbatch.labels) * loss_scale
+        if queue is not None:
+            queue.open(microbatch=0)
+        state.sync.before_backward(last=queue is None, deferred=queue is not None)
+        torch.autograd.backward(output, torch.zeros_like(output))
+        state.sync.after_backward()
+        if queue is not None:
+            queue.run(microbatch=0)
+            state.sync.after_deferred(last=True)
+        state.sync.end_step()
+
     def _receiving_ahead(self, table: Sequence[Action]) -> Iterator[Action]:
         """Yield the actions of a table with receives posted for the one after."""
         for position, action in enumerate(table):

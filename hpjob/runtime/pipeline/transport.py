@@ -60,12 +60,16 @@ class Transport:
             return
         channel = (message.source, message.destination, action.kind)
         for earlier in self._unposted[channel]:
-            buffer = torch.empty(self._shape, dtype=self._dtype, device=self._device)
+            buffer = self.buffer()
             group = self._groups[_direction(channel)]
             work = dist.irecv(buffer, self._ranks[message.source], group=group, tag=_tag(action.kind))
             self._incoming[earlier.made_by] = (buffer, _present(work))
             if earlier.made_by == action:
                 return
+
+    def buffer(self) -> Tensor:
+        """Return memory for one message."""
+        return torch.empty(self._shape, dtype=self._dtype, device=self._device)
 
     def receive(self, action: Action) -> Tensor:
         """Return an action's result made on another rank; waits for it."""

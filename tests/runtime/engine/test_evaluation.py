@@ -1,4 +1,4 @@
-"""Forward-only evaluation between training steps."""
+"""Forward-only evaluation between training steps, and the pass that loads all code before the first one."""
 
 from __future__ import annotations
 
@@ -21,13 +21,15 @@ def case(text: str) -> Case:
 
 
 def train_and_evaluate(case: Case, sequences: int) -> tuple[list[float], float, int]:
-    """Losses of two steps, and between them the evaluation of some sequences; 0 = none."""
+    """Losses of two steps, and between them the evaluation of some sequences, after a warm-up; 0 = neither."""
     mesh = build_mesh(case.plan, "cpu")
     engine = Engine(case.plan, case.recipe, mesh, torch.device("cpu"))
 
     def step(number: int) -> float:
         return engine.train_step(rank_batch(global_batch(case.recipe, number), mesh.dp_rank, mesh.dp_size), number).loss
 
+    if sequences:
+        engine.warm_up(rank_batch(global_batch(case.recipe, 7), mesh.dp_rank, mesh.dp_size))
     first = step(1)
     loss, tokens = 0.0, 0
     if sequences:
@@ -51,7 +53,7 @@ def train_and_evaluate(case: Case, sequences: int) -> tuple[list[float], float, 
         "sp_size=2 sequence_parallelism_mode=ring_attn num_microbatches=8",
     ],
 )
-def test_evaluation_of_another_batch_size_leaves_training_as_it_is(pool: ProcessPool, layout: str) -> None:
+def test_warm_up_and_evaluation_of_another_batch_size_leave_training_as_it_is(pool: ProcessPool, layout: str) -> None:
     layouts = case(layout), case("num_microbatches=8")
     undisturbed = pool.run(train_and_evaluate, layouts[0], 0, world=layouts[0].world)
     ranks = pool.run(train_and_evaluate, layouts[0], 6, world=layouts[0].world)
