@@ -97,7 +97,13 @@ def rehearse_ranks(plan: Plan, recipe: Recipe, ranks: list[int], device: str | N
         folder = Path(name)
         (folder / "plan.json").write_text(plan.model_dump_json(), encoding="utf-8")
         (folder / "recipe.yaml").write_text(dump_recipe(recipe), encoding="utf-8")
-        return [_one_rank(folder, rank, device) for rank in ranks]
+        reports = []
+        for rank in ranks:
+            reports.append(_one_rank(folder, rank, device))
+            if len(ranks) > 1:
+                said = f"rank {rank}: peak {reports[-1].peak_gib:.1f} GiB ({len(reports)} of {len(ranks)} rehearsed)"
+                typer.echo(said, err=True)
+        return reports
 
 
 def _one_rank(folder: Path, rank: int, device: str | None) -> RankRehearsal:

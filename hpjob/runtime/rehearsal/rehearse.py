@@ -130,7 +130,7 @@ def _weights(engine: TimedEngine) -> list[Tensor]:
 def _shortened(plan: Plan) -> Plan:
     """Fewer microbatches where a plan has many: the most that are in flight at once and as many again."""
     pipeline, degrees = plan.pipeline, plan.degrees
-    enough = 4 * degrees.pp
+    enough = (2 if pipeline.style == "1f1b" else 4) * max(2, degrees.pp)
     if pipeline.num_microbatches <= enough:
         return plan
     fewer = pipeline.model_copy(update={"num_microbatches": enough})
