@@ -57,10 +57,10 @@ def _enter_parallel_region(block: nn.Module, region: TensorRegion) -> None:
     rows = [module for module in block.modules() if isinstance(module, RowParallelLinear)]
 
     def enter(hidden: Tensor) -> Tensor:
-        if not region.multiplies_while_splitting:
+        if not region.multiplies_while_gathering:
             return region.enter(hidden)
-        defers = columns[0].queue is not None
-        block_input = None if defers or len(rows) != 1 else BlockInput()
+        one_gathers_for_both = region.multiplies_while_splitting and columns[0].queue is None and len(rows) == 1
+        block_input = BlockInput() if one_gathers_for_both else None
         multiply_gathered(hidden, columns, region, block_input)
         if block_input is not None:
             rows[0].block = (block_input, hidden.detach())

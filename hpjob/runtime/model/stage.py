@@ -189,10 +189,10 @@ class DecoderStage(nn.Module):
         hidden = self.model.norm(hidden)  # type: ignore[operator]
         if self.tied and self.part.is_first:
             weight = local_tensor(self.model.embed_tokens.weight)  # type: ignore[union-attr,arg-type]
-            if self.region.multiplies_while_splitting:
+            if self.region.multiplies_while_gathering:
                 return gather_linear(hidden, [weight], self.region.linear_settings(None))[0]
             return F.linear(self.region.enter(hidden), weight)
-        if self.region.multiplies_while_splitting:
+        if self.region.multiplies_while_gathering:
             multiply_gathered(hidden, [self.lm_head], self.region)
         else:
             hidden = self.region.enter(hidden)

@@ -49,10 +49,14 @@ class TensorRegion:
         return int(self.mesh.get_local_rank())
 
     @property
+    def multiplies_while_gathering(self) -> bool:
+        """Whether a block's first linears gather the sequence themselves."""
+        return self.splits_sequence and self.size > 1 and not self.gathers_first
+
+    @property
     def multiplies_while_splitting(self) -> bool:
-        """Whether linears gather and scatter the sequence themselves; compiled code shows each step to the compiler."""
-        apart = self.gathers_first or torch.compiler.is_compiling()
-        return self.splits_sequence and self.size > 1 and not apart
+        """Whether a block's last linear scatters the sequence itself; the compiler is shown each step of that."""
+        return self.multiplies_while_gathering and not torch.compiler.is_compiling()
 
     def linear_settings(
         self, defer: DeferWeightGradients | None, block: BlockInput | None = None

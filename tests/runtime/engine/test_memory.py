@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 from unittest.mock import patch
 
@@ -15,6 +16,7 @@ from hpjob.runtime.parity.case import Case, parse_case
 from hpjob.runtime.parity.data import global_batch, rank_batch
 from hpjob.runtime.pipeline.executor import PipelineExecutor
 from hpjob.runtime.process_pool import ProcessPool
+from hpjob.runtime.rehearsal.fake_world import fake_world
 
 pytestmark = pytest.mark.distributed
 
@@ -59,6 +61,26 @@ def test_a_split_sequence_keeps_its_part_of_every_activation(pool: ProcessPool, 
 def test_tensor_parallelism_alone_keeps_more(pool: ProcessPool) -> None:
     whole = bytes_of_a_layer(pool, "tp_size=1")
     assert bytes_of_a_layer(pool, "tp_size=4") > whole / 4 * 1.3
+
+
+def compiled_bytes_of_a_layer(text: str) -> int:
+    """As :func:`bytes_of_a_layer`, of compiled layers; one rank tells, and what it receives makes no difference."""
+    # The default compiler cuts the graph in two in the same way and takes much longer.
+    with patch.object(torch, "compile", partial(torch.compile, backend="aot_eager")):
+        found = []
+        for layers in (1, 3):
+            chosen = case(f"{text} num_microbatches=1 enable_jit_fused=true", layers)
+            with fake_world(0, chosen.world):
+                found.append(saved_bytes(chosen))
+            torch.compiler.reset()
+    return (found[1] - found[0]) // 2
+
+
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")  # the compiler looks at it
+def test_a_compiled_layer_keeps_its_part_of_a_split_sequence() -> None:
+    whole = compiled_bytes_of_a_layer("tp_size=1")
+    split = compiled_bytes_of_a_layer("tp_size=4 sequence_parallelism_mode=split_gather")
+    assert split == pytest.approx(whole / 4, rel=0.01)
 
 
 def most_live(case: Case) -> tuple[int, int]:

@@ -88,6 +88,28 @@ def test_bf16_stays_within_its_rounding(pool: GlooPool, is_ring: bool) -> None:
         assert max(errors) <= 2e-2
 
 
+def errors_of_compiled_mlp(group: dist.ProcessGroup) -> list[float]:
+    """The first two linears of an MLP, compiled, against the same not compiled: outputs and gradients."""
+    whole = whole_tensors(4 * group.size())
+    inputs = [local_part(whole[0], group), local_part(whole[1], group, 0), local_part(whole[2], group, 0)]
+
+    def products(shard: torch.Tensor, gate: torch.Tensor, up: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        return gather_linear(shard, (gate, up), SequenceLinearSettings(group=group))
+
+    def results(function: Callable[..., tuple[torch.Tensor, ...]]) -> list[torch.Tensor]:
+        leaves = [tensor.clone().requires_grad_() for tensor in inputs]
+        left, right = function(*leaves)
+        out = left.tanh() * right
+        return [left, right, *torch.autograd.grad(out.square().sum(), leaves)]
+
+    compiled = torch.compile(products, fullgraph=True, backend="aot_eager")
+    return [relative_error(a, e) for a, e in zip(results(compiled), results(products), strict=True)]
+
+
+def test_compiled_linears_gather_to_the_same_numbers(pool: GlooPool) -> None:
+    assert max(max(errors) for errors in pool.run(errors_of_compiled_mlp, 2)) <= 1e-6
+
+
 @contextmanager
 def counted_collectives() -> Iterator[dict[str, int]]:
     # Newer torch calls two of them otherwise.
