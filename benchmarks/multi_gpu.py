@@ -186,6 +186,7 @@ def _options(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--layers", type=int, default=16, help="decoder layers (default: %(default)s)")
     parser.add_argument("--sequences", type=int, nargs="+", default=[2048, 8192, 32768], help="tokens of a sequence")
     parser.add_argument("--tokens-per-gpu", type=int, default=32768, help="tokens of a step (default: %(default)s)")
+    parser.add_argument("--microbatch-tokens", type=int, default=16384, help="of a GPU (default: %(default)s)")
     parser.add_argument("--steps", type=int, default=4, help="timed steps, medians (default: %(default)s)")
     parser.add_argument("--parity-steps", type=int, default=10, help="steps of a parity case (default: %(default)s)")
     parser.add_argument("--compile-parity", action="store_true", help="parity with compiled layers")

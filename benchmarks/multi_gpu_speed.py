@@ -20,7 +20,6 @@ from hpjob.runtime.process_pool import ProcessPool, WorkerError
 from hpjob.runtime.support import unsupported
 from hpjob.topology.load import load_machine
 
-_MICROBATCH_TOKENS = 16384
 _PIPELINE_MICROBATCHES = 16
 _LONG = 32768
 """From this length on layers are recomputed, every second one: one GPU could not hold them otherwise."""
@@ -74,7 +73,7 @@ def _case(
         wanted = _PIPELINE_MICROBATCHES if seq < _LONG else 2
         tokens = max(tokens, wanted * seq * degrees.dp // world)
     sequences = tokens * world // seq // degrees.dp
-    size = max(_MICROBATCH_TOKENS, seq) * degrees.tp * degrees.sp // seq
+    size = max(options.microbatch_tokens, seq) * degrees.tp * degrees.sp // seq
     if degrees.pp > 1:
         size = max(1, sequences // _PIPELINE_MICROBATCHES)
     size = microbatch_size or max(1, min(size, sequences))
