@@ -92,7 +92,7 @@ def _unmasked_cuda_candidates(
     device: torch.device, dtype: torch.dtype, heads: tuple[int, int, int]
 ) -> Iterator[BackendChoice]:
     capability = torch.cuda.get_device_capability(device)
-    if capability >= FIRST_CAPABILITY and heads[2] % 8 == 0 and heads[2] <= LARGEST_HEAD_DIM and has_flash_attn_4():
+    if capability >= FIRST_CAPABILITY and _suits_flash_attn_4(heads[2]) and has_flash_attn_4():
         yield BackendChoice(backend=FlashAttn4Backend(), reason="flash-attn-4 is importable")
     if has_flash_attn_package() and heads[2] % 8 == 0 and heads[2] <= 256:
         yield BackendChoice(backend=FlashAttnPackageBackend(), reason="flash-attn is importable")
@@ -106,6 +106,11 @@ def _unmasked_cuda_candidates(
         yield BackendChoice(backend=CudnnBackend(native_gqa=cudnn_gqa), reason=reason)
     if flash:
         yield BackendChoice(backend=CudaFlashBackend(), reason=reason)
+
+
+def _suits_flash_attn_4(head_dim: int) -> bool:
+    # Its backward pass in a fixed order was never tried here; torch's own kernels have one.
+    return head_dim % 8 == 0 and head_dim <= LARGEST_HEAD_DIM and not torch.are_deterministic_algorithms_enabled()
 
 
 def _probe(
