@@ -203,10 +203,10 @@ class LayerModel:
         """Bytes that the element-wise kernels of a forward pass move for one token."""
         s, e, level = self.shape, layout.element_bytes, self.habits.fused
         norm_tp = layout.tp if layout.sharded_norms else 1
-        hidden = {"eager": 14.0 if not s.rms_norm else 20.0, "fused": 10.0, "compiled": 7.0}[level]
+        hidden = {"eager": 14.0 if not s.rms_norm else 40.0, "fused": 10.0, "compiled": 7.0}[level]
         inner = 2.0 * s.q_width
         if s.rotary:
-            inner += (s.q_width + s.kv_width) * (8.0 if level == "eager" else 3.0)
+            inner += (s.q_width + s.kv_width) * (11.0 if level == "eager" else 3.0)
         activation = (5.0 if level == "eager" else 3.0) if s.gated else 2.0
         width = float(s.dense_ffn or s.ffn) if not experts else 0.0
         if experts:
