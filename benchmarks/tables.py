@@ -42,6 +42,7 @@ def _speed(record: Mapping[str, Any]) -> str:
         "bound",
         "MFU",
         "peak GiB",
+        "predicted",
         "predicted step",
         "error",
     )
@@ -49,7 +50,7 @@ def _speed(record: Mapping[str, Any]) -> str:
     for row in record.get("speed", []):
         if "tokens_per_s_per_gpu" not in row:
             why = "; ".join(row["refused"]) if "refused" in row else row.get("failed") or row.get("skipped")
-            lines.append(f"| {row['seq']:,} | {row['layout']} | {_short(str(why))} | | | | | | |")
+            lines.append(f"| {row['seq']:,} | {row['layout']} | {_short(str(why))} |" + " |" * (len(head) - 3))
             continue
         cells = (
             f"{row['seq']:,}",
@@ -59,6 +60,7 @@ def _speed(record: Mapping[str, Any]) -> str:
             _share(row.get("schedule_bound")),
             f"{row['mfu']:.1%}",
             f"{max((gib or 0.0) for gib in row['peak_reserved_gib']):.0f}",
+            f"{row['predicted_gib']:.0f}",
             f"{row['predicted_s']:.3f} s",
             f"{row['predicted_error']:+.1%}",
         )
