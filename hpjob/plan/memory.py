@@ -260,21 +260,21 @@ def _state_bytes(params: float, shards: int, layout: Layout, habits: Framework) 
         weights = 0.0
     each = habits.gradient_bytes + (habits.bf16_sum_bytes if layout.precision == "bf16" else 0) if half else 4
     if habits.gradients == "lazy":
-        each = _lazy_gradient_bytes(layout, shards, 2 if half else 4)
+        each = _lazy_gradient_bytes(layout, shards)
     else:
         each /= shards if layout.zero >= 2 else 1
     gradients = params * each
     return weights, gradients, params * (12 + (habits.shard_bytes if half else 0)) / owners
 
 
-def _lazy_gradient_bytes(layout: Layout, shards: int, element: float) -> float:
+def _lazy_gradient_bytes(layout: Layout, shards: int) -> float:
     """Bytes of a parameter's gradients while activations are at their peak, and of the reduced copy.
 
-    The first microbatch leaves them in the weights' type, later ones sum in fp32; they are reduced in fp32,
+    A single microbatch makes them while its activations go, several sum in fp32; they are reduced in fp32,
     into a copy under ZeRO 0 and 1 and microbatch by microbatch into the shard itself from ZeRO-2 on.
     """
     if shards == 1:
-        return 0.0 if layout.num_microbatches == 1 else element if layout.num_microbatches == 2 else 4.0
+        return 0.0 if layout.num_microbatches == 1 else 4.0
     if layout.zero >= 2:
         return 4.0 / shards
     copy = 4.0 / shards if layout.zero == 1 else 4.0

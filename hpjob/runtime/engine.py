@@ -287,6 +287,8 @@ class Engine:
         stage.make_rotary(self._device)
         if recipe.parallel.use_fp8:
             stage.multiply_in_fp8(Fp8Product(self._device))
+        if plan.pipeline.num_microbatches > 1:
+            stage.sum_weight_gradients({p.parameter: p.master for p in own if p.master is not None})
         if compiles_layers(plan, recipe, self._device):
             compile_stage(stage)
         queue = WeightGradientQueue() if self._schedule.defers_weights else None

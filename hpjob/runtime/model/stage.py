@@ -6,7 +6,7 @@ Submodules carry the names of a transformers causal language model, so parameter
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -28,6 +28,7 @@ from hpjob.runtime.parallel.vocabulary import VocabularyParallelEmbedding, cross
 from hpjob.runtime.sequence.attention_interface import AttentionKernel, install_attention
 from hpjob.runtime.sequence.split_gather import gather_linear
 from hpjob.runtime.weight_gradients import WeightGradientQueue
+from hpjob.runtime.weight_sums import GradientSum
 
 EMBEDDING = "model.embed_tokens.weight"
 HEAD = "lm_head.weight"
@@ -118,6 +119,12 @@ class DecoderStage(nn.Module):
         for module in self.modules():
             if isinstance(module, DeferringLinear | ExpertParallelExperts):
                 module.queue = queue
+
+    def sum_weight_gradients(self, sums: Mapping[nn.Parameter, GradientSum]) -> None:
+        """Let linear layers add the gradients of these weights to their sums in the backward pass."""
+        for module in self.modules():
+            if isinstance(module, DeferringLinear) and module.weight in sums:
+                module.sum_gradients(sums[module.weight])
 
     def multiply_in_fp8(self, product: Fp8Product) -> None:
         """Let the linear layers of the decoder layers multiply in 8 bits; embedding, head and experts do not."""

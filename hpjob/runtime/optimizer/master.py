@@ -3,19 +3,20 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cache
 
 import torch
 from torch import Tensor
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, weakref_slot=True)
 class MasterWeight:
     """The fp32 value of a weight that is computed with in bf16, and the fp32 sum of its gradients.
 
     Attributes:
         value: What the optimizer updates; the compute weight is its rounded copy.
         needs_single: Its gradient is summed over ranks, so it must not stay in bf16.
-        gradient: Sum over the microbatches so far; of one microbatch alone it stays in bf16, which loses
+        gradient: Sum over the microbatches so far; of one microbatch alone it may stay in bf16, which loses
             nothing because that is what the backward pass made.
     """
 
@@ -27,7 +28,34 @@ class MasterWeight:
         """Add the gradient of one microbatch; it may be kept and must not be changed afterwards."""
         if self.gradient is None:
             self.gradient = gradient.float() if self.needs_single else gradient
-            return
-        if self.gradient.dtype is not torch.float32:
+        else:
+            self.gradient = self.gradient.float().add_(gradient)
+
+    def add_product(self, gradient: Tensor, inputs: Tensor) -> None:
+        """Add the gradient that a linear layer's weight has of one microbatch.
+
+        Where the device adds 16-bit products up in fp32, it is never rounded and takes no memory of its own.
+
+        Args:
+            gradient: Of the layer's outputs, (tokens, outputs).
+            inputs: (tokens, inputs).
+        """
+        if not multiplies_to_single(gradient.device, gradient.dtype):
+            self.add(gradient.t() @ inputs)
+        elif self.gradient is None:
+            self.gradient = torch.mm(gradient.t(), inputs, out_dtype=torch.float32)
+        else:
             self.gradient = self.gradient.float()
-        self.gradient.add_(gradient)
+            torch.addmm(self.gradient, gradient.t(), inputs, out_dtype=torch.float32, out=self.gradient)
+
+
+@cache
+def multiplies_to_single(device: torch.device, dtype: torch.dtype) -> bool:
+    """Whether a device adds products of matrices of a dtype up in an fp32 matrix."""
+    part = torch.ones(16, 16, dtype=dtype, device=device)
+    try:
+        total = torch.mm(part, part, out_dtype=torch.float32)
+        torch.addmm(total, part, part, out_dtype=torch.float32, out=total)
+    except (RuntimeError, TypeError):
+        return False
+    return True

@@ -23,6 +23,7 @@ from hpjob.runtime.parallel.region import chunk_bounds
 from hpjob.runtime.parallel.tensor_region import TensorRegion
 from hpjob.runtime.sequence.split_gather import BlockInput, gather_linear, linear_reduce_scatter
 from hpjob.runtime.weight_gradients import DeferWeightGradients, GradientTarget, WeightGradientQueue
+from hpjob.runtime.weight_sums import GradientSum, sum_gradients_of, summing_linear
 
 
 def local_tensor(parameter: Tensor) -> Tensor:
@@ -73,10 +74,12 @@ class DeferringLinear(nn.Module, ABC):
     Attributes:
         queue: Set where they are put off; None = autograd computes them.
         fp8: Multiplies in 8 bits; None = in the dtype of the inputs.
+        sums_gradients: The backward pass adds the weight's gradient to its sum itself.
     """
 
     queue: WeightGradientQueue | None = None
     fp8: Fp8Product | None = None
+    sums_gradients: bool = False
     weight: nn.Parameter
     bias: nn.Parameter | None
 
@@ -94,10 +97,24 @@ class DeferringLinear(nn.Module, ABC):
         if self.fp8 is not None:
             return self.fp8(inputs, self.used_weight())
         if self.queue is None:
-            return F.linear(inputs, self.used_weight())
+            return self.linear(inputs)
         defer = self.queue.defer_for(self.targets)
         product: Tensor = _DeferredLinear.apply(inputs, self.used_weight(), defer)  # type: ignore[no-untyped-call]
         return product
+
+    def linear(self, inputs: Tensor, bias: Tensor | None = None) -> Tensor:
+        """Return ``x W^T + b``, with the weight's gradient made in the backward pass."""
+        weight = self.used_weight()
+        if self.sums_gradients and inputs.requires_grad and weight.requires_grad:
+            return summing_linear(inputs, weight, bias)
+        return F.linear(inputs, weight, bias)
+
+    def sum_gradients(self, total: GradientSum) -> None:
+        """Add gradients of the weight to a sum from now on, where it is multiplied with as a whole."""
+        weight = self.used_weight().detach()
+        self.sums_gradients = self.targets[0].rows is None and weight.numel() > 0
+        if self.sums_gradients:
+            sum_gradients_of(weight, total)
 
 
 class GatheredLinear(DeferringLinear):
@@ -117,7 +134,7 @@ class GatheredLinear(DeferringLinear):
         """Map (..., in_features) to (..., this rank's outputs)."""
         bias = self.used_bias()
         if self.ready is None and self.queue is None and self.fp8 is None:
-            return F.linear(inputs, self.used_weight(), bias)
+            return self.linear(inputs, bias)
         product, self.ready = self.product(inputs) if self.ready is None else self.ready, None
         return product if bias is None else product + bias
 
