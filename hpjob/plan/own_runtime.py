@@ -44,8 +44,8 @@ class OwnRuntime:
         )
 
     def compiles(self, layout: Layout) -> bool:
-        """Whether layers run compiled: messages inside a layer and deferred gradients cannot be traced."""
-        return self._compiles and layout.sequence_mode in (None, "split_gather") and layout.style != "zbv"
+        """Whether whole layers run compiled: products in parts and deferred gradients cannot be traced."""
+        return self._compiles and layout.sequence_mode != "ring" and layout.style != "zbv"
 
     def time_model(self, layout: Layout) -> StepModel:
         """Return the model that prices the time of a layout."""

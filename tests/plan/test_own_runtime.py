@@ -91,7 +91,8 @@ def test_layers_are_compiled_where_they_can_be_traced() -> None:
     runtime = OwnRuntime(_SHAPE, hardware)
     plain = Layout(tp=2, pp=2, dp=2, num_microbatches=8, microbatch=1, seq=4096)
     assert runtime.compiles(plain)
-    assert runtime.compiles(plain._replace(sequence_mode="split_gather"))
+    for mode in ("split_gather", "all_to_all", "ring_attn"):
+        assert runtime.compiles(plain._replace(sequence_mode=mode))
     for change in ({"sequence_mode": "ring"}, {"style": "zbv", "chunks": 2}):
         eager = plain._replace(**change)  # type: ignore[arg-type]
         assert not runtime.compiles(eager)

@@ -10,10 +10,12 @@ import importlib.util
 from typing import Any
 
 import torch
+from torch import nn
 
 from hpjob.plan.model import Plan
 from hpjob.recipe.model import Recipe
 from hpjob.runtime.model.stage import DecoderStage
+from hpjob.runtime.moe.expert_parallel import ExpertParallelExperts
 
 
 def wants_compile(recipe: Recipe, device: torch.device) -> bool:
@@ -25,18 +27,35 @@ def wants_compile(recipe: Recipe, device: torch.device) -> bool:
 
 
 def compiles_layers(plan: Plan, recipe: Recipe, device: torch.device) -> bool:
-    """Whether :func:`compile_stage` can be used: messages inside a layer and deferred gradients cannot be traced."""
-    traceable = plan.sequence_parallelism_mode in (None, "split_gather")
-    traceable = traceable and plan.pipeline.style != "zbv" and recipe.model.num_experts is None
+    """Whether :func:`compile_stage` can be used: products in parts and deferred gradients cannot be traced."""
+    traceable = plan.sequence_parallelism_mode != "ring" and plan.pipeline.style != "zbv"
     return traceable and wants_compile(recipe, device)
 
 
 def compile_stage(stage: DecoderStage) -> None:
-    """Compile the decoder layers, the last norm and the loss of a stage, in place and without graph breaks."""
-    modules: list[Any] = [*stage.decoder_layers]
+    """Compile the decoder layers, the last norm and the loss of a stage, in place and without graph breaks.
+
+    Of a layer with experts the other modules are compiled, one graph each, attention only without tensor
+    parallelism: how many tokens an expert gets is different every time, and FSDP2's hooks on experts stay outside.
+    """
+    for layer in stage.decoder_layers:
+        if stage.expert_block is None:
+            _compile_forward(layer)
+        else:
+            _compile_around_experts(layer, layer.get_submodule(stage.expert_block))
     if stage.part.is_last:
-        modules.append(stage.model.norm)
-    for module in modules:
-        module.forward = torch.compile(module.forward, fullgraph=True, dynamic=False)
-    if stage.part.is_last:
+        _compile_forward(stage.model.norm)
         stage.loss_sum = torch.compile(stage.loss_sum, fullgraph=True, dynamic=False)  # type: ignore[method-assign]
+
+
+def _compile_around_experts(layer: nn.Module, block: nn.Module) -> None:
+    modules = [module for module in layer.children() if module is not block]
+    modules += [module for module in block.children() if not isinstance(module, ExpertParallelExperts)]
+    for module in modules:
+        # Hooks at the edges of a tensor-parallel region would be a graph apart from the products that they prepare.
+        if not module._forward_pre_hooks:
+            _compile_forward(module)
+
+
+def _compile_forward(module: Any) -> None:
+    module.forward = torch.compile(module.forward, fullgraph=True, dynamic=False)

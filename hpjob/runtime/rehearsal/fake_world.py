@@ -13,6 +13,7 @@ from typing import Any
 from unittest.mock import patch
 
 import torch.distributed as dist
+import torch.distributed._functional_collectives as functional
 from torch import Tensor
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
@@ -30,6 +31,7 @@ def fake_world(rank: int, world_size: int) -> Iterator[None]:
         with (
             patch.object(dist, "all_to_all_single", _all_to_all),
             patch.object(dist, "batch_isend_irecv", _exchange),
+            patch.object(functional, "all_to_all_single", _functional_all_to_all),
         ):
             yield
     finally:
@@ -39,6 +41,11 @@ def fake_world(rank: int, world_size: int) -> Iterator[None]:
 def _all_to_all(output: Tensor, input: Tensor, *_: Any, group: Any = None, async_op: bool = False) -> None:
     """Receive from every peer as much as is sent to it."""
     output.copy_(input)
+
+
+def _functional_all_to_all(tensor: Tensor, *_: Any) -> Tensor:
+    """The same in compiled code."""
+    return tensor.clone()
 
 
 def _exchange(operations: Sequence[Any]) -> list[Any]:

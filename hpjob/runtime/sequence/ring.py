@@ -3,13 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from itertools import count
+from weakref import WeakValueDictionary
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from hpjob.core.errors import UserInputError
+
+_numbers = count()
+_rings: WeakValueDictionary[int, Ring] = WeakValueDictionary()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -25,11 +30,13 @@ class Ring:
         inner_size: Ranks of an inner ring; None for one plain ring.
         outer_group: Second process group over the same ranks for the messages between inner rings. NCCL runs the
             messages of one group one after the other; with a second group they pass each other.
+        number: Names this ring where only plain values may be passed on, see :func:`ring_of`.
     """
 
     group: dist.ProcessGroup
     inner_size: int | None = None
     outer_group: dist.ProcessGroup | None = None
+    number: int = field(init=False, compare=False, default_factory=lambda: next(_numbers))
 
     def __post_init__(self) -> None:
         if self.inner_size is not None and (self.inner_size < 1 or self.size % self.inner_size):
@@ -37,6 +44,7 @@ class Ring:
                 f"an inner ring of {self.inner_size} ranks does not divide sp_size {self.size}",
                 hint="choose an inner ring size that divides sp_size, usually the number of its ranks on one node",
             )
+        _rings[self.number] = self
 
     @property
     def rank(self) -> int:
@@ -70,6 +78,11 @@ class Ring:
         """Start sending to the same place of the next inner ring and receiving from that of the previous one."""
         following, previous = (self.rank + self.width) % self.size, (self.rank - self.width) % self.size
         return Message(tensor, self.outer_group or self.group, following, previous)
+
+
+def ring_of(number: int) -> Ring:
+    """Return the ring of that number, which its user keeps alive."""
+    return _rings[number]
 
 
 class Message:

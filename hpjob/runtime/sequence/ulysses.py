@@ -12,9 +12,11 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+import torch.distributed._functional_collectives as functional
 from torch import Tensor
 
 from hpjob.core.errors import UserInputError
+from hpjob.runtime.sequence.sequence_collectives import wait_for
 
 AttentionFunction = Callable[[Tensor, Tensor, Tensor], Tensor]
 """Whole-sequence attention on tensors (batch, heads, sequence, head_dim), whatever it masks."""
@@ -46,9 +48,13 @@ def ulysses_kv_heads(num_heads: int, num_kv_heads: int, sp_size: int) -> int:
 
 
 def _swap(tensor: Tensor, group: dist.ProcessGroup, scatter_dim: int, gather_dim: int) -> Tensor:
-    pieces = torch.stack(tensor.chunk(dist.get_world_size(group), dim=scatter_dim))
-    received = torch.empty_like(pieces)
-    dist.all_to_all_single(received, pieces, group=group)
+    pieces = torch.stack(tensor.chunk(group.size(), dim=scatter_dim))
+    if torch.compiler.is_compiling():
+        # Compiled code needs the form that the compiler can see into.
+        received = wait_for(functional.all_to_all_single(pieces, None, None, group))
+    else:
+        received = torch.empty_like(pieces)
+        dist.all_to_all_single(received, pieces, group=group)
     return torch.cat(received.unbind(0), dim=gather_dim)
 
 

@@ -172,25 +172,27 @@ def test_a_layer_compiles_without_a_graph_break() -> None:
         assert relative_error(actual, wanted) <= 1e-6
 
 
-def errors_of_compiled_layer(group: dist.ProcessGroup, mode: str, fullgraph: bool) -> list[float]:
-    """A compiled layer against the same layer not compiled: output and input gradient."""
+def errors_of_compiled_layer(group: dist.ProcessGroup, mode: str, packed: bool) -> list[float]:
+    """A layer compiled as one graph against the same layer not compiled: output and input gradient."""
     model = build_model("llama")
     install_attention(model, make_kernel(mode, group))
     layer = model.layers[0]
     whole = torch.randn(BATCH, LENGTH, 32, generator=torch.Generator().manual_seed(2))
     positions = take(mode, torch.arange(LENGTH)[None].expand(BATCH, -1), group)
+    extra = {"document_ids": torch.arange(LENGTH).ge(10).long().expand(BATCH, -1)} if packed else {}
 
     def output_and_gradient() -> tuple[torch.Tensor, torch.Tensor]:
         hidden = take(mode, whole, group).clone().requires_grad_()
         rotary = model.rotary_emb(hidden, position_ids=positions)
-        out = layer(hidden, attention_mask=None, position_embeddings=rotary, use_cache=False)
+        out = layer(hidden, attention_mask=None, position_embeddings=rotary, use_cache=False, **extra)
         return out.detach(), torch.autograd.grad(out.square().sum(), hidden)[0]
 
     expected = output_and_gradient()
-    layer.compile(fullgraph=fullgraph, backend="eager")
+    layer.compile(fullgraph=True, backend="aot_eager")
     return [relative_error(a, e) for a, e in zip(output_and_gradient(), expected, strict=True)]
 
 
-@pytest.mark.parametrize(("mode", "fullgraph"), [("all_to_all", True), ("ring_attn", False)])
-def test_layers_compile_with_their_messages(pool: GlooPool, mode: str, fullgraph: bool) -> None:
-    assert max(max(errors) for errors in pool.run(errors_of_compiled_layer, 2, mode, fullgraph)) <= 1e-6
+@pytest.mark.parametrize("packed", [False, True])
+@pytest.mark.parametrize("mode", ["all_to_all", "ring_attn"])
+def test_layers_compile_with_their_messages(pool: GlooPool, mode: str, packed: bool) -> None:
+    assert max(max(errors) for errors in pool.run(errors_of_compiled_layer, 2, mode, packed)) <= 1e-6
