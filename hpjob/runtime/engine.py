@@ -104,6 +104,7 @@ class Engine:
         self._rank = mesh.coordinate(Axis.PP)
         self._kernel = attention_kernel(plan, mesh)
         self._split = sequence_split(plan.seq_length, plan.sequence_parallelism_mode, mesh)
+        self._region = _tensor_region(plan, recipe, mesh)
         self._schedule = build_schedule(plan.pipeline, plan.degrees.pp)
         self.parameters: list[ShardedParameter] = []
         """All parameters of this rank."""
@@ -264,15 +265,8 @@ class Engine:
         return 1.0 if self.loss_scale is None else self.loss_scale.value
 
     def _build_stage(self, number: int) -> tuple[DecoderStage, GradientSync, WeightGradientQueue | None]:
-        plan, recipe, mesh = self._plan, self._recipe, self._mesh
+        plan, recipe, mesh, region = self._plan, self._recipe, self._mesh, self._region
         part = stage_parts(plan.pipeline.layers_per_stage)[number]
-        mode = plan.sequence_parallelism_mode
-        region = TensorRegion(
-            mesh=mesh.tp_mesh,
-            splits_sequence=mode in ("split_gather", "ring"),
-            is_ring=mode == "ring",
-            gathers_first=recipe.parallel.use_fp8,
-        )
         family = family_of(recipe.model.model_type)
         stage = DecoderStage(family, recipe.model, part, plan, region, self._kernel)
         place_experts(stage.model.layers, family, mesh, region)  # type: ignore[arg-type]
@@ -304,7 +298,7 @@ class Engine:
 
     def _transport(self) -> Transport:
         plan = self._plan
-        shape = (plan.pipeline.microbatch_size, self._split.local_length, self._recipe.model.hidden_size)
+        shape = self._region.shape_outside(self._split.local_length, self._recipe.model.hidden_size)
         return self.transport_class(
             self._schedule, self._mesh, shape=shape, dtype=COMPUTE_DTYPE[plan.precision], device=self._device
         )
@@ -350,6 +344,17 @@ class Engine:
             tensors.append(split.pad(batch.document_ids.to(device, non_blocking=True), -1))
         for parts in zip(*(torch.split(tensor, size) for tensor in tensors), strict=True):
             yield Microbatch(*parts)
+
+
+def _tensor_region(plan: Plan, recipe: Recipe, mesh: Mesh) -> TensorRegion:
+    mode = plan.sequence_parallelism_mode
+    return TensorRegion(
+        mesh=mesh.tp_mesh,
+        splits_sequence=mode in ("split_gather", "ring"),
+        batch=plan.pipeline.microbatch_size,
+        is_ring=mode == "ring",
+        gathers_first=recipe.parallel.use_fp8,
+    )
 
 
 def _fill_up(batch: Batch, missing: int) -> Batch:

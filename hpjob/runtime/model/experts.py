@@ -27,7 +27,7 @@ def place_experts(layers: nn.Module, family: Family, mesh: Mesh, region: TensorR
     if family.expert_block is None:
         return
     replace_experts(layers, mesh.experts["ep"].get_group(), region.group if region.size > 1 else None)
-    if region.splits_sequence and region.size > 1:
+    if region.is_split:
         for layer in layers.children():
             _give_whole_sequences(layer.get_submodule(family.expert_block), region)
 
@@ -36,10 +36,10 @@ def _give_whole_sequences(block: nn.Module, region: TensorRegion) -> None:
     """All tensor-parallel ranks route the same tokens, so their router's gradient is whole on each of them."""
 
     def gather(_: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
-        return (gather_sequence_replicated(args[0], region.group), *args[1:])
+        return (region.as_sequences(gather_sequence_replicated(args[0], region.group)), *args[1:])
 
     def split(_: nn.Module, __: tuple[Any, ...], output: Tensor) -> Tensor:
-        return split_sequence(output, region.group)
+        return split_sequence(region.as_row(output), region.group)
 
     block.register_forward_pre_hook(gather)
     block.register_forward_hook(split)

@@ -64,9 +64,9 @@ def _enter_parallel_region(block: nn.Module, region: TensorRegion) -> None:
         multiply_gathered(hidden, columns, region, block_input)
         if block_input is not None:
             rows[0].block = (block_input, hidden.detach())
-        batch, length, width = hidden.shape
+        _, tokens, width = hidden.shape
         # The block reads no more than the shape of its input; its layers have their products.
-        return hidden.new_empty(()).expand(batch, length * region.size, width)
+        return hidden.new_empty(()).expand(region.batch, tokens * region.size // region.batch, width)
 
     def hook(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
         if args:

@@ -161,13 +161,14 @@ class DecoderStage(nn.Module):
         """Run the stage.
 
         Args:
-            inputs: Token ids (batch, seq) on the first stage, else hidden states (batch, seq, hidden); of a
-                split sequence this rank's part.
+            inputs: Token ids (batch, seq) on the first stage, else hidden states (batch, seq, hidden), or, where
+                the region splits the sequence, this rank's part of (1, batch * seq, hidden).
             position_ids: (batch, seq), of all tokens that meet in attention's linear layers.
             document_ids: (batch, whole sequence); tokens see only their own document. None = one a sequence.
 
         Returns:
-            Hidden states, or on the last stage this rank's chunk of the logits (batch, seq, vocab chunk).
+            Hidden states, like the ``inputs`` of a later stage; on the last stage this rank's chunk of the logits,
+            (batch, seq, vocab chunk).
         """
         hidden = self._embed(inputs) if self.part.is_first else inputs
         arguments: dict[str, Any] = {
@@ -197,7 +198,8 @@ class DecoderStage(nn.Module):
         if self.tied and self.part.is_first:
             weight = local_tensor(self.model.embed_tokens.weight)  # type: ignore[union-attr,arg-type]
             if self.region.multiplies_while_gathering:
-                return gather_linear(hidden, [weight], self.region.linear_settings(None))[0]
+                (product,) = gather_linear(hidden, [weight], self.region.linear_settings(None))
+                return self.region.as_sequences(product)
             return F.linear(self.region.enter(hidden), weight)
         if self.region.multiplies_while_gathering:
             multiply_gathered(hidden, [self.lm_head], self.region)

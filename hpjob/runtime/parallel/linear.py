@@ -145,7 +145,7 @@ def multiply_gathered(
     """Multiply a split sequence with the weights of some layers while it is gathered; they find their products.
 
     Args:
-        shard: (batch, this rank's part of the sequence, features).
+        shard: (1, this rank's tokens, features).
         columns: Layers that read the same input.
         region: Whose sequence is split.
         block: The block that begins with these layers, if its last one gathers their input for the backward pass.
@@ -155,7 +155,7 @@ def multiply_gathered(
     weights = [column.used_weight() for column in columns]
     products = gather_linear(shard, weights, region.linear_settings(defer, block))
     for column, product in zip(columns, products, strict=True):
-        column.ready = product
+        column.ready = region.as_sequences(product)
 
 
 class ColumnParallelLinear(GatheredLinear):
@@ -196,13 +196,13 @@ class RowParallelLinear(DeferringLinear):
         self.bias = nn.Parameter(torch.empty(out_features, device="meta")) if bias else None
 
     def forward(self, inputs: Tensor) -> Tensor:
-        """Map (..., this rank's chunk of in_features) to (..., out_features)."""
+        """Map (batch, seq, this rank's chunk of in_features) to out_features, as activations are outside the region."""
         if self.region.multiplies_while_splitting:
             (block, shard), self.block = self.block or (None, None), None
             settings = self.region.linear_settings(
                 None if self.queue is None else self.queue.defer_for(self.targets), block
             )
-            outputs = linear_reduce_scatter(inputs, self.used_weight(), settings, shard)
+            outputs = linear_reduce_scatter(self.region.as_row(inputs), self.used_weight(), settings, shard)
         else:
             outputs = self.region.leave(self.product(inputs))
         return outputs if self.bias is None else outputs + self.bias

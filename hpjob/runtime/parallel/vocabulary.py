@@ -33,7 +33,7 @@ class VocabularyParallelEmbedding(nn.Module):
         self.weight = cut_parameter((vocab_size, hidden_size), 0, region.mesh)
 
     def forward(self, input_ids: Tensor) -> Tensor:
-        """Map token ids (batch, seq) to (batch, seq or this rank's part of it, hidden)."""
+        """Map token ids (batch, seq) to hidden states as they are outside the region."""
         weight = local_tensor(self.weight)
         if self.region.size == 1:
             return F.embedding(input_ids, weight)

@@ -25,7 +25,7 @@ class Transport:
     Args:
         schedule: Names all messages.
         mesh: Its pp axis is used.
-        shape: Of every tensor that travels: (microbatch, seq, hidden).
+        shape: Of every tensor that travels: hidden states between two layers.
         dtype: Of every tensor that travels.
         device: Where tensors are received.
     """

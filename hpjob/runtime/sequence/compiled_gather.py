@@ -29,7 +29,7 @@ def _backward(shard: Tensor, weights: list[Tensor], gradients: list[Tensor], gro
     regather = start_gather(shard, group)
     partial = gradients[0] @ weights[0]
     for gradient, weight in zip(gradients[1:], weights[1:], strict=True):
-        partial += gradient @ weight
+        partial.flatten(0, 1).addmm_(gradient.flatten(0, 1), weight)
     reduction = start_reduction(partial, group)
     whole = regather.wait().flatten(0, 1)
     of_weights = [gradient.flatten(0, 1).t() @ whole for gradient in gradients]

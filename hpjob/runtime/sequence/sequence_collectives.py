@@ -34,9 +34,7 @@ class PendingGather:
     def wait(self) -> Tensor:
         """The shards of all ranks, concatenated along the dimension."""
         self.work.wait()
-        if self.dim == 0:
-            return self.pieces.flatten(0, 1)
-        return torch.cat(self.pieces.unbind(0), dim=self.dim)
+        return join_pieces(self.pieces, self.dim)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -58,6 +56,21 @@ def wait_for(tensor: Tensor) -> Tensor:
     return arrived
 
 
+def unflatten(tensor: Tensor, dim: int, pieces: int) -> Tensor:
+    """View ``dim``, not negative, as two: pieces and what each of them has."""
+    return tensor.view(*tensor.shape[:dim], pieces, -1, *tensor.shape[dim + 1 :])
+
+
+def join_pieces(pieces: Tensor, dim: int) -> Tensor:
+    """Concatenate (pieces, *shape) along ``dim`` of the shape; no copy where the dims before it are of size 1."""
+    return pieces.movedim(0, dim).flatten(dim, dim + 1)
+
+
+def cut_pieces(tensor: Tensor, size: int, dim: int) -> Tensor:
+    """Return (size, *shape of a piece), contiguous: the opposite of :func:`join_pieces`, with the same copies."""
+    return unflatten(tensor, dim, size).movedim(dim, 0).contiguous()
+
+
 def start_gather(shard: Tensor, group: dist.ProcessGroup, dim: int = 1) -> PendingGather:
     """Begin to gather equal shards along ``dim``."""
     pieces = shard.new_empty((dist.get_world_size(group), *shard.shape))
@@ -73,7 +86,7 @@ def start_reduction(tensor: Tensor, group: dist.ProcessGroup, dim: int = 1) -> P
     """
     size = dist.get_world_size(group)
     check_divisible(tensor.shape[dim], size)
-    pieces = torch.stack(tensor.chunk(size, dim=dim))
+    pieces = cut_pieces(tensor, size, dim)
     part = torch.empty_like(pieces[0])
     work = _reduce_scatter(part.view(-1), pieces.view(-1), group=group, async_op=True)
     return PendingReduction(part=part, work=work)

@@ -26,13 +26,13 @@ _ORDERS: dict[SequenceParallelismMode | None, Order] = {
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SequenceSplit:
-    """How a whole sequence becomes what one rank is handed and what it keeps between layers.
+    """How a whole sequence becomes what one rank is handed.
 
     Attributes:
         length: Tokens of a sequence as data gives it.
         parts: Ranks that share a sequence.
         rank: This rank among them.
-        order: ``whole`` = every rank is handed all of it; the layers themselves may split it.
+        order: ``whole`` = every rank is handed all of it; the layers themselves may split it (``TensorRegion``).
     """
 
     length: int
@@ -48,8 +48,8 @@ class SequenceSplit:
 
     @property
     def local_length(self) -> int:
-        """Tokens of a sequence that this rank keeps between layers."""
-        return self.padded_length // self.parts
+        """Tokens of a sequence that this rank is handed."""
+        return self.padded_length if self.order == "whole" else self.padded_length // self.parts
 
     def pad(self, tensor: Tensor, fill: int) -> Tensor:
         """Append ``fill`` to (batch, length). Attention is causal, so no token sees what is appended."""

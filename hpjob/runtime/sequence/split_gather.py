@@ -1,8 +1,9 @@
 """Megatron's sequence parallelism: activations between tensor-parallel regions are split along the sequence.
 
-The four edges with their gradients, and the two linears at them. A linear behind a gather saves only its shard of
-the input. In the backward pass the whole input comes again with the gradient that the block's other edge gathers, or
-else, where no block is named, by one more gather while the gradient of the input is computed.
+The four edges with their gradients, and the two linears at them. With a batch of one, all tokens in one row, whatever
+is gathered or scattered lies as it is needed; else each of them costs a copy. A linear behind a gather saves only
+its shard of the input. In the backward pass the whole input comes again with the gradient that the block's other edge
+gathers, or else, where no block is named, by one more gather while the gradient of the input is computed.
 """
 
 from __future__ import annotations
@@ -20,9 +21,12 @@ from hpjob.runtime.sequence.compiled_gather import compiled_gather_linear
 from hpjob.runtime.sequence.ring import Ring, circulate
 from hpjob.runtime.sequence.sequence_collectives import (
     check_divisible,
+    cut_pieces,
+    join_pieces,
     local_part,
     start_gather,
     start_reduction,
+    unflatten,
     wait_for,
 )
 from hpjob.runtime.weight_gradients import DeferWeightGradients
@@ -32,15 +36,15 @@ def _gather(shard: Tensor, group: dist.ProcessGroup, dim: int) -> Tensor:
     # Compiled code needs the form that the compiler can see into.
     if torch.compiler.is_compiling():
         # Along dim 0 and moved here: torch 2.11 cannot trace its own move to another dim.
-        pending = functional.all_gather_tensor(shard.contiguous(), 0, group)
-        shards: Tensor = functional.wait_tensor(pending)  # type: ignore[no-untyped-call]
-        return shards if dim == 0 else torch.cat(shards.chunk(group.size()), dim=dim)
+        shards = wait_for(functional.all_gather_tensor(shard.contiguous(), 0, group))
+        return join_pieces(unflatten(shards, 0, group.size()), dim)
     return start_gather(shard, group, dim).wait()
 
 
 def _reduce(tensor: Tensor, group: dist.ProcessGroup, dim: int) -> Tensor:
     if torch.compiler.is_compiling():
-        return wait_for(functional.reduce_scatter_tensor(tensor.contiguous(), "sum", dim, group))
+        pieces = cut_pieces(tensor, group.size(), dim)
+        return wait_for(functional.reduce_scatter_tensor(pieces, "sum", 0, group)).squeeze(0)
     return start_reduction(tensor, group, dim).wait()
 
 
@@ -153,8 +157,10 @@ class _GatherLinear(torch.autograd.Function):
             return _gathered_weight_gradients(shard, grad_outputs, weights, settings)
 
         def partial(grads: Sequence[Tensor]) -> Tensor:
-            products = [grad @ weight for grad, weight in zip(grads, weights, strict=True)]
-            return torch.stack(products).sum(0) if len(products) > 1 else products[0]
+            total: Tensor = grads[0] @ weights[0]
+            for grad, weight in zip(grads[1:], weights[1:], strict=True):
+                total.flatten(0, 1).addmm_(grad.flatten(0, 1), weight)
+            return total
 
         now = any(ctx.needs_input_grad[2:]) and settings.defer_weight_gradients is None
         if settings.is_ring:
@@ -188,21 +194,23 @@ class _LinearReduceScatter(torch.autograd.Function):
         settings: SequenceLinearSettings = ctx.settings
         tensor, weight, block_shard = ctx.saved_tensors
         grad = grad_outputs[0]
+        width = grad.shape[-1]
         rides_along = settings.block is not None and block_shard is not None and block_shard.dtype == grad.dtype
-        travelling = torch.cat([grad, block_shard]) if rides_along else grad
+        # Side by side in each row, whose halves the products then read where they lie.
+        travelling = torch.cat([grad, block_shard], dim=-1) if rides_along else grad
         if settings.is_ring:
             size = dist.get_world_size(settings.group)
             arrived: list[Tensor] = [travelling] * size
             products: list[Tensor] = [grad] * size
             for source, visiting in _ring_shards(travelling, settings.group):
-                arrived[source], products[source] = visiting, visiting[: len(grad)] @ weight
+                arrived[source], products[source] = visiting, visiting[..., :width] @ weight
             gathered, grad_input = torch.cat(arrived, dim=1), torch.cat(products, dim=1)
         else:
             gathered = start_gather(travelling, settings.group).wait()
-            grad_input = gathered[: len(grad)] @ weight
-        whole = gathered[: len(grad)]
+            grad_input = gathered[..., :width] @ weight
+        whole = gathered[..., :width]
         if settings.block is not None and rides_along:
-            settings.block.give(gathered[len(grad) :])
+            settings.block.give(gathered[..., width:])
         if not ctx.needs_input_grad[2]:
             return grad_input, None, None, None
         if settings.defer_weight_gradients is not None:

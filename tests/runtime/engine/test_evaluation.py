@@ -50,6 +50,7 @@ def train_and_evaluate(case: Case, sequences: int) -> tuple[list[float], float, 
         "pp_size=2 dp_size=2 pp_style=zbv num_model_chunks=2 zero_stage=1 num_microbatches=4",
         "pp_size=2 pp_style=interleaved num_model_chunks=2 tp_size=2 num_microbatches=8",
         "dp_size=2 zero_stage=3 num_microbatches=4",
+        "tp_size=2 sequence_parallelism_mode=split_gather num_microbatches=2 microbatch_size=4",
         "sp_size=2 sequence_parallelism_mode=ring_attn num_microbatches=8",
     ],
 )
