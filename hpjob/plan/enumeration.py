@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from math import fsum
 from typing import Literal
 
 from hpjob.plan.layer_split import best_relief
@@ -75,7 +76,7 @@ def _relief(problem: Problem, layout: Layout) -> int:
     if layout.pp == 1:
         return 0
     layers = problem.runtime.time_model(layout).layers
-    head = sum(layers.head(layout)) / sum(layers.layer(layout, experts=problem.shape.num_experts > 0).passes()[:3])
+    head = fsum(layers.head(layout)) / fsum(layers.layer(layout, experts=problem.shape.num_experts > 0).passes()[:3])
     return best_relief(problem.shape.num_layers, layout.pp, layout.chunks, layout.style, round(head, 2))
 
 

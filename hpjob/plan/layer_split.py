@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from functools import lru_cache
+from math import fsum
 
 from hpjob.plan.layout import relieved_split, stages_of_rank
 from hpjob.recipe.model import PipelineStyle
@@ -29,4 +30,4 @@ def best_relief(num_layers: int, pp: int, chunks: int, style: PipelineStyle, hea
 def _busiest(num_layers: int, pp: int, chunks: int, style: PipelineStyle, head: float, relief: int) -> float:
     stages = [float(count) for count in relieved_split(num_layers, pp * chunks, relief)]
     stages[-1] += head
-    return max(sum(stages[stage] for stage in stages_of_rank(rank, pp, chunks, style)) for rank in range(pp))
+    return max(fsum(stages[stage] for stage in stages_of_rank(rank, pp, chunks, style)) for rank in range(pp))

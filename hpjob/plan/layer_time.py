@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from math import ceil, log2
+from math import ceil, fsum, log2
 
 from hpjob.plan.constants import Framework
 from hpjob.plan.hardware import Hardware, MeasuredLayer
@@ -164,10 +164,10 @@ class LayerModel:
         else:
             width = (s.dense_ffn if s.num_experts and s.dense_ffn else s.ffn) // tp
             sizes += [(float(tokens), up * width, s.hidden, 1.0), (float(tokens), s.hidden, width, 1.0)]
-        forward = sum(self._product(layout, m, n, k, b) for m, n, k, b in sizes)
-        inputs = sum(self._product(layout, m, k, n, b) for m, n, k, b in sizes)
-        weights = sum(self._product(layout, n, k, m, b) for m, n, k, b in sizes)
-        params = sum(n * k * b for _, n, k, b in sizes)
+        forward = fsum(self._product(layout, m, n, k, b) for m, n, k, b in sizes)
+        inputs = fsum(self._product(layout, m, k, n, b) for m, n, k, b in sizes)
+        weights = fsum(self._product(layout, n, k, m, b) for m, n, k, b in sizes)
+        params = fsum(n * k * b for _, n, k, b in sizes)
         moved = self.habits.sharded_wgrad_bytes if layout.zero else self.habits.wgrad_bytes
         weights += self.hardware.traffic(params * moved * self._summed(layout) * layout.element_bytes / 2)
         return forward, inputs, weights

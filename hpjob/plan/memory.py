@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from math import fsum
 from typing import Literal
 
 from hpjob.plan.activations import Peak, in_flight, layer_activation_bytes
@@ -130,7 +131,7 @@ class MemoryModel:
         if found is None:
             staged = [layout._replace(zero=zero) for zero in zeros]
             parts = [self._part(layout, rank) for rank in self._full_ranks(layout)]
-            found = [[sum(self._states(part, one)) + self._fixed(one) for one in staged] for part in parts]
+            found = [[fsum(self._states(part, one)) + self._fixed(one) for one in staged] for part in parts]
             self._held[kept, zeros] = found
         return found
 

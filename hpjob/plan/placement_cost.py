@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from math import fsum
 
 from hpjob.plan.model import ParallelDegrees, RankPlace
 from hpjob.plan.placement_distance import Level, NodeDistances
@@ -53,7 +54,7 @@ class PlacementCost:
 
     def leaving(self, axis: str, level: Level) -> float:
         """Links of an axis that leave the things of a level, such as the node or the leaf."""
-        return sum(self.links.get(axis, [])[level:])
+        return fsum(self.links.get(axis, [])[level:])
 
     def table(self) -> list[tuple[str, float, float, float, float]]:
         """Axis and its links that leave island, node, leaf, spine."""
@@ -91,7 +92,7 @@ def placement_cost(
         weight = getattr(weights, axis)
         cost.links[axis] = counts
         cost.other_rail += other_rail
-        cost.total += weight * (sum(n * c for n, c in zip(counts, _COST, strict=True)) + other_rail * _OTHER_RAIL)
+        cost.total += weight * (fsum(n * c for n, c in zip(counts, _COST, strict=True)) + other_rail * _OTHER_RAIL)
     return cost
 
 

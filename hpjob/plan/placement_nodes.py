@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from math import fsum
 
 from hpjob.plan.model import ParallelDegrees
 from hpjob.plan.placement_cost import Traffic, axis_edges, node_link_cost
@@ -70,11 +71,11 @@ class _Links:
 
     def cost(self, order: Sequence[int]) -> float:
         unit, price = self.distances.unit, self.price
-        return sum(weight * price(unit[order[p]], unit[order[q]]) for (p, q), weight in self._links.items())
+        return fsum(weight * price(unit[order[p]], unit[order[q]]) for (p, q), weight in self._links.items())
 
     def at(self, position: int, unit: int, units: list[int], *, without: int = -1) -> float:
         """Cost of a position's links if it had this unit; the link to ``without`` is left out."""
-        return sum(weight * self.price(unit, units[q]) for q, weight in self.near[position] if q != without)
+        return fsum(weight * self.price(unit, units[q]) for q, weight in self.near[position] if q != without)
 
 
 def _leaf_aware(degrees: ParallelDegrees, per_node: int, distances: NodeDistances) -> Iterator[list[int]]:

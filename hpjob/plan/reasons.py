@@ -208,5 +208,5 @@ def _runner_up(problem: Problem, best: Candidate, rival: Candidate, limit_gib: f
         step_s=round(rival.time.step, 4),
         memory_gib=round(rival.memory_gib, 2),
         why_not=why,
-        lost_s={kind: round(seconds, 4) for kind, seconds in losses(best, rival).items()},
+        lost_s={kind: round(seconds, 4) + 0.0 for kind, seconds in losses(best, rival).items()},
     )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from math import fsum
 
 from hpjob.plan.constants import held_out_error
 from hpjob.plan.model import Plan
@@ -73,5 +74,5 @@ def _span(plan: Plan, stages: Sequence[StageTiming], comm: float) -> float:
 
 
 def _device_s(report: RankRehearsal) -> float:
-    passes = sum(t.forward_s + t.backward_s + (t.weight_s or 0.0) for t in report.stages)
+    passes = fsum(t.forward_s + t.backward_s + (t.weight_s or 0.0) for t in report.stages)
     return report.num_microbatches * passes + report.optimizer_s

@@ -7,6 +7,8 @@ interleaved run the last two as one).
 
 from __future__ import annotations
 
+from math import fsum
+
 from hpjob.plan.schedule_zbv import simulate_zbv
 from hpjob.plan.stage_times import StageTimes
 
@@ -63,7 +65,7 @@ def makespan(
         own_order: ``zbv`` keeps to the order of our runtime; else it may be one made for these times.
     """
     if pp == 1:
-        total = sum(times.forward) + sum(times.backward_input) + sum(times.backward_weight)
+        total = fsum(times.forward) + fsum(times.backward_input) + fsum(times.backward_weight)
         return num_microbatches * total
 
     def span(count: int) -> float:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import lru_cache
-from math import log2
+from math import fsum, log2
 
 from hpjob.plan.constants import Framework, framework
 from hpjob.plan.hardware import Hardware
@@ -97,7 +97,7 @@ class StepModel:
         if pp == 1:
             return busy, busy, busy, comm, longest
         hop, blocking = self._hop(layout)
-        ideal = busy + (sum(per_rank) - longest) / _bubble_divisor(layout)
+        ideal = busy + (fsum(per_rank) - longest) / _bubble_divisor(layout)
         if simulate:
             own = self.habits.is_own
             span = makespan(layout.style, pp, chunks, m, stages.times, hop, blocking, own_order=own)
@@ -122,7 +122,7 @@ class StepModel:
         # Every rank waits for the others to fill and drain at least once, whatever fills its gaps.
         rounds = layout.num_microbatches + (layout.pp - 1) / _bubble_divisor(layout)
         lost = self._waits(layout) + min(self.habits.slack, self.habits.sharded_slack)
-        return rounds * (total + sum(self.layers.head(layout))) / layout.pp * (1.0 + lost)
+        return rounds * (total + fsum(self.layers.head(layout))) / layout.pp * (1.0 + lost)
 
     def _stages(self, layout: Layout) -> _Stages:
         """Seconds of a microbatch in every stage; layouts that differ only in zero 0 to 2 or dp share them."""
@@ -185,8 +185,8 @@ class StepModel:
         if chunks == 1:
             return total, stages.comm
         return (
-            [sum(total[rank::pp]) for rank in range(pp)],
-            [sum(stages.comm[rank::pp]) for rank in range(pp)],
+            [fsum(total[rank::pp]) for rank in range(pp)],
+            [fsum(stages.comm[rank::pp]) for rank in range(pp)],
         )
 
     def _hop(self, layout: Layout) -> tuple[float, float]:

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from math import exp, log
+from math import exp, fsum, log
 
 from hpjob.plan.constants import CALIBRATION_NAMES, Calibration
 
@@ -103,8 +103,8 @@ def _normal_equations(
     for i in range(size):
         weighted = [w * c for w, c in zip(weights, columns[i], strict=True)]
         for j in range(i, size):
-            matrix[i][j] = matrix[j][i] = sum(a * b for a, b in zip(weighted, columns[j], strict=True))
-        right[i] = -sum(a * r for a, r in zip(weighted, residuals, strict=True))
+            matrix[i][j] = matrix[j][i] = fsum(a * b for a, b in zip(weighted, columns[j], strict=True))
+        right[i] = -fsum(a * r for a, r in zip(weighted, residuals, strict=True))
         precision = 1.0 / PRIOR_WIDTH[names[i]] ** 2
         matrix[i][i] += precision
         right[i] -= precision * offsets[names[i]]
@@ -123,6 +123,6 @@ def _solve(matrix: list[list[float]], right: list[float]) -> list[float]:
             rows[r] = [a - factor * b for a, b in zip(rows[r], rows[i], strict=True)]
     solution = [0.0] * size
     for i in reversed(range(size)):
-        known = sum(rows[i][j] * solution[j] for j in range(i + 1, size))
+        known = fsum(rows[i][j] * solution[j] for j in range(i + 1, size))
         solution[i] = (rows[i][size] - known) / rows[i][i]
     return solution

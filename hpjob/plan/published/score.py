@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from math import fsum
 
 from hpjob.plan.constants import Calibration
 from hpjob.plan.memory import GIB
@@ -144,7 +145,7 @@ def _family(rows: Sequence[Scored]) -> dict[str, float | int | None]:
 
 def _mean(values: Sequence[float | int | None]) -> float | None:
     known = [float(value) for value in values if value is not None]
-    return sum(known) / len(known) if known else None
+    return fsum(known) / len(known) if known else None
 
 
 def _ranking(scored: Sequence[Scored]) -> list[dict[str, float]]:
@@ -168,8 +169,8 @@ def spearman(left: Sequence[float], right: Sequence[float]) -> float:
     """Return the rank correlation; ties share their mean rank, and a constant side gives 0."""
     a, b = _ranks(left), _ranks(right)
     mean = (len(a) - 1) / 2
-    covariance = sum((x - mean) * (y - mean) for x, y in zip(a, b, strict=True))
-    spread = sum((x - mean) ** 2 for x in a) * sum((y - mean) ** 2 for y in b)
+    covariance = fsum((x - mean) * (y - mean) for x, y in zip(a, b, strict=True))
+    spread = fsum((x - mean) ** 2 for x in a) * fsum((y - mean) ** 2 for y in b)
     return float(covariance / spread**0.5) if spread else 0.0
 
 
