@@ -8,7 +8,7 @@ from typing import Literal
 
 from hpjob.plan.layer_split import best_relief
 from hpjob.plan.layout import Layout
-from hpjob.plan.legality import problems
+from hpjob.plan.legality import problems, problems_beside_degrees
 from hpjob.plan.problem import Problem
 from hpjob.recipe.model import ParallelSettings, PipelineStyle, RecomputePolicy, SequenceParallelismMode
 
@@ -33,8 +33,9 @@ def legal_layouts(problem: Problem) -> Iterator[Layout]:
 
 
 def legal_bases(problem: Problem) -> Iterator[Layout]:
-    """Yield the legal layouts with the first ZeRO stage and no recomputation; no rule forbids the others."""
+    """Yield the legal layouts with the first ZeRO stage and the fastest recomputation; no rule forbids the others."""
     s = problem.settings
+    recompute, k = recompute_policies(problem)[0]
     for tp, sp, pp, ep in _degrees(problem):
         dp = problem.world_size // (tp * sp * pp)
         for microbatch, count in _batches(problem, dp):
@@ -50,6 +51,8 @@ def legal_bases(problem: Problem) -> Iterator[Layout]:
                 precision=s.precision,
                 cpu_offload=s.cpu_offload is True,
                 zero=0 if s.zero_stage == 0 else 1,
+                recompute=recompute,
+                every_kth=k,
                 zero_shard=s.zero_shard_size,
                 flash=s.enable_flash_attention is not False,
                 fp8=s.use_fp8,
@@ -64,7 +67,7 @@ def _variants(problem: Problem, base: Layout) -> Iterator[Layout]:
     for mode in _modes(s, base):
         for style, chunks in _schedules(s, base, problem.shape.num_layers):
             shaped = base._replace(sequence_mode=mode, style=style, chunks=chunks)
-            if problems(problem.shape, shaped, problem.world_size):
+            if problems_beside_degrees(problem.shape, shaped):
                 continue
             yield shaped
             if relief := _relief(problem, shaped):
@@ -76,7 +79,7 @@ def _relief(problem: Problem, layout: Layout) -> int:
     if layout.pp == 1:
         return 0
     layers = problem.runtime.time_model(layout).layers
-    head = fsum(layers.head(layout)) / fsum(layers.layer(layout, experts=problem.shape.num_experts > 0).passes()[:3])
+    head = fsum(layers.head(layout)) / fsum(layers.passes(layout, problem.shape.num_experts > 0)[:3])
     return best_relief(problem.shape.num_layers, layout.pp, layout.chunks, layout.style, round(head, 2))
 
 

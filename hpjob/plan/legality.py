@@ -47,8 +47,12 @@ def model_problems(model: ModelShape, capabilities: RuntimeCapabilities = RUNTIM
 
 def problems(shape: Shape, layout: Layout, world_size: int) -> list[str]:
     """Return every rule that a layout breaks, as sentences; an empty list means it is legal."""
-    found = _degree_problems(shape, layout, world_size)
-    found += _pipeline_problems(shape, layout)
+    return _degree_problems(shape, layout, world_size) + problems_beside_degrees(shape, layout)
+
+
+def problems_beside_degrees(shape: Shape, layout: Layout) -> list[str]:
+    """Return the rules of schedule, sequence and sharding that a layout breaks, as sentences."""
+    found = _pipeline_problems(shape, layout)
     found += _sequence_problems(shape, layout)
     found += _sharding_problems(layout)
     if layout.fp8 and layout.sequence_mode == "ring":

@@ -109,16 +109,18 @@ class MemoryModel:
         """
         ranks = [(rank, self._part(layout, rank)) for rank in self._full_ranks(layout)]
         states = self._states_of_ranks(layout, tuple(zeros))
-        whole = layout._replace(recompute="none", every_kth=1)
+        whole = layout if layout.recompute == "none" else layout._replace(recompute="none", every_kth=1)
         peaks = [(part, self._peak(part, whole, rank)) for rank, part in ranks]
-        kept = self._layers(whole)
+        kept, slack = self._layers(whole), self.habits.fragmentation
         for recompute, k in policies:
             held = self._layers(whole._replace(recompute=recompute)) if recompute == "selective" else kept
             each = k if recompute == "full" else 0
-            activations = [
-                self.habits.fragmentation * sum(peak.with_layers(part.chunks, held, each)) for part, peak in peaks
-            ]
-            yield [max(s[z] + a for s, a in zip(states, activations, strict=True)) for z in range(len(zeros))]
+            of_ranks = []
+            for (part, peak), of_zero in zip(peaks, states, strict=True):
+                layers, logits = peak.with_layers(part.chunks, held, each)
+                activations = slack * (layers + logits)
+                of_ranks.append([state + activations for state in of_zero])
+            yield list(map(max, *of_ranks)) if len(of_ranks) > 1 else of_ranks[0]
 
     def states(self, layout: Layout, zeros: Sequence[Literal[0, 1, 2, 3]]) -> list[float]:
         """Return the bytes of states and context of the fullest rank for every ZeRO stage, without activations."""

@@ -5,7 +5,6 @@ from __future__ import annotations
 import gc
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from itertools import chain
 from typing import Literal
 
 from hpjob.plan.enumeration import legal_bases, recompute_policies, zero_stages
@@ -111,22 +110,18 @@ def survey(problem: Problem, limit_gib: float, *, neighbours: bool = True) -> Su
 
 def _survey(problem: Problem, limit_gib: float, neighbours: bool) -> Survey:
     search = _Search(problem, limit_gib)
-    recompute, k = recompute_policies(problem)[0]
     step = problem.runtime.least_step
-    promising = sorted(
-        ((step(base._replace(recompute=recompute, every_kth=k)), index, base))
-        for index, base in enumerate(legal_bases(problem))
-    )
+    promising = sorted((step(base), index, base) for index, base in enumerate(legal_bases(problem)))
     for least_s, _, base in promising:
         if least_s > (FAR if neighbours else _CLOSE) * search.best_s:
             break
         if least_s <= search.dull_s(base, neighbours):
-            search.visit(base, compared=neighbours)
+            search.visit(base, least_s, compared=neighbours)
     if neighbours and (best := search.best):
         own = best.layout
-        for _, _, base in promising:
+        for least_s, _, base in promising:
             if (base.tp, base.pp, base.sp, base.ep) == (own.tp, own.pp, own.sp, own.ep):
-                search.visit(base, every_one=True)
+                search.visit(base, least_s, every_one=True)
     any_legal = bool(promising)
     least = None if search.candidates or not any_legal else _least(problem)
     found = search.candidates + (search.near_misses() if neighbours else [])
@@ -141,17 +136,14 @@ class _Search:
         self.policies = recompute_policies(problem)
         self.candidates: list[Candidate] = []
         self.best: Candidate | None = None
+        self.best_s = float("inf")
+        """Seconds of the best step found so far."""
         self._kept: set[Layout] = set()
         self._best_of: dict[tuple[int, int, int, int], tuple[float, int]] = {}
         """Best step of all degrees, and of how many."""
         self._missed: dict[tuple[object, ...], tuple[Layout, float]] = {}
-        self._too_large: dict[tuple[Layout, int], int] = {}
-        """Smallest microbatch that does not fit: a larger one never needs less memory."""
-
-    @property
-    def best_s(self) -> float:
-        """Seconds of the best step found so far."""
-        return self.best.time.step if self.best else float("inf")
+        self._too_large: dict[Layout, dict[int, int]] = {}
+        """Smallest microbatch that does not fit, by ZeRO stage: a larger one never needs less memory."""
 
     def dull_s(self, layout: Layout, compared: bool) -> float:
         """Return seconds of a step from which on a layout says nothing new.
@@ -167,42 +159,48 @@ class _Search:
         of_degrees, tries = self._best_of.get((layout.tp, layout.pp, layout.sp, layout.ep), (float("inf"), 0))
         return max(close, far if of_degrees > far and tries < _TRIES else min(near, of_degrees))
 
-    def visit(self, base: Layout, *, compared: bool = False, every_one: bool = False) -> None:
+    def visit(self, base: Layout, least_s: float, *, compared: bool = False, every_one: bool = False) -> None:
         """Price a layout for every ZeRO stage with the fastest recomputation that fits.
 
         Args:
-            base: Its own ZeRO stage and recomputation do not matter.
+            base: With the fastest recomputation; its own ZeRO stage does not matter.
+            least_s: What its step takes at least.
             compared: Price also what can be the best one of its degrees only.
             every_one: Price what can be neither, too.
         """
-        kind = _but_for_its_size(base)
+        too_large = self._too_large.setdefault(_but_for_its_size(base), {})
         zeros = [
             zero
             for zero in zero_stages(self.problem.settings, base)
-            if self._too_large.get((kind, zero), base.microbatch) >= base.microbatch
+            if too_large.get(zero, base.microbatch) >= base.microbatch
         ]
         if not zeros:
             return
-        memory = self.problem.runtime.memory_model(base)
-        still_open = set(range(len(zeros)))
+        runtime, limit = self.problem.runtime, self.limit_gib
         # Most of what does not fit is far off with the policy that needs least, and no other need be looked at.
-        totals = memory.totals(base, zeros, (self.policies[-1], *self.policies[:-1]))
+        totals = runtime.memory_model(base).totals(base, zeros, (self.policies[-1], *self.policies[:-1]))
         least = next(totals)
-        if min(least) <= _HOPELESS * self.limit_gib * GIB:
-            for policy, of_zero in zip(self.policies, chain(totals, (least,)), strict=True):
-                for position in sorted(still_open):
-                    gib = of_zero[position] / GIB
-                    if gib <= self.limit_gib:
-                        still_open.remove(position)
-                        layout = _with(base, zeros[position], policy)
-                        if every_one or self.problem.runtime.least_step(layout) <= self.dull_s(layout, compared):
-                            self._keep(layout, gib)
-                    elif gib <= _HOPELESS * self.limit_gib:
-                        self._miss(_with(base, zeros[position], policy), gib)
-                if not still_open:
-                    return
-        for position in still_open:
-            self._too_large[kind, zeros[position]] = base.microbatch
+        too_large.update((zero, base.microbatch) for zero, size in zip(zeros, least, strict=True) if size / GIB > limit)
+        if min(least) > _HOPELESS * limit * GIB:
+            return
+        still_open = list(range(len(zeros)))
+        last = len(self.policies) - 1
+        for place, policy in enumerate(self.policies):
+            bound = runtime.least_step(_with(base, zeros[0], policy)) if place else least_s
+            if not every_one and bound > self.dull_s(base, compared):
+                return  # Policies that come later are slower still.
+            of_zero = next(totals) if place < last else least
+            for position in still_open:
+                gib = of_zero[position] / GIB
+                if gib > _HOPELESS * limit:
+                    continue
+                if gib > limit:
+                    self._miss(base, zeros[position], policy, gib)
+                elif every_one or bound <= self.dull_s(base, compared):
+                    self._keep(_with(base, zeros[position], policy), gib)
+            still_open = [position for position in still_open if of_zero[position] / GIB > limit]
+            if not still_open:
+                return
 
     def _keep(self, layout: Layout, gib: float) -> None:
         if layout in self._kept:
@@ -215,13 +213,14 @@ class _Search:
             best, tries = self._best_of.get(degrees, (float("inf"), 0))
             self._best_of[degrees] = min(candidate.time.step, best), tries + 1
         if candidate.supported and (self.best is None or candidate.order < self.best.order):
-            self.best = candidate
+            self.best, self.best_s = candidate, candidate.time.step
 
-    def _miss(self, layout: Layout, gib: float) -> None:
+    def _miss(self, base: Layout, zero: Literal[0, 1, 2, 3], policy: tuple[RecomputePolicy, int], gib: float) -> None:
         """Note the layout that misses the memory by least, of every degree, ZeRO stage, policy and size."""
-        key = (layout.tp, layout.pp, layout.sp, layout.ep, layout.zero, layout.microbatch, layout.recompute)
-        if key not in self._missed or gib < self._missed[key][1]:
-            self._missed[key] = (layout, gib)
+        key = (base.tp, base.pp, base.sp, base.ep, zero, base.microbatch, policy[0])
+        known = self._missed.get(key)
+        if known is None or gib < known[1]:
+            self._missed[key] = (_with(base, zero, policy), gib)
 
     def near_misses(self) -> list[Candidate]:
         """Return what a little more memory would allow, as far as it could be faster than what fits."""

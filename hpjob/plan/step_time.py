@@ -56,6 +56,7 @@ class StepModel:
         self.habits = habits or framework("hpjob")
         self.layers = LayerModel(shape, hardware, self.habits)
         self._known_stages: dict[tuple[object, ...], _Stages] = {}
+        self._known_work: dict[tuple[object, ...], float] = {}
         self._last: tuple[Layout, tuple[float, float, float, float, float]] | None = None
 
     def step(self, layout: Layout, *, simulate: bool = True) -> StepTime:
@@ -112,17 +113,31 @@ class StepModel:
         return timeline(layout.style, layout.pp, layout.chunks, layout.num_microbatches, times, hop, blocking)
 
     def least(self, layout: Layout) -> float:
-        """Return seconds that a step takes at least: compute spread evenly over the stages, and the bubble."""
+        """Return seconds that a step takes at least, whatever its ZeRO stage.
+
+        Compute is spread evenly over the stages; the bubble comes on top.
+        """
+        if self.layers.zero_matters:
+            cheaper = self.habits.wgrad_bytes < self.habits.sharded_wgrad_bytes
+            layout = layout._replace(zero=0 if cheaper else 1)
+        key = (*self.layers.key(layout), layout.every_kth)
+        work = self._known_work.get(key)
+        if work is None:
+            work = self._known_work[key] = self._work(layout)
+        # Every rank waits for the others to fill and drain at least once, whatever fills its gaps.
+        rounds = layout.num_microbatches + (layout.pp - 1) / _bubble_divisor(layout)
+        lost = self._waits(layout) + min(self.habits.slack, self.habits.sharded_slack)
+        return rounds * work / layout.pp * (1.0 + lost)
+
+    def _work(self, layout: Layout) -> float:
+        """Seconds of a microbatch in all layers, the head and the loss."""
         s = self.shape
         total = 0.0
         for count, experts in ((s.num_layers - s.num_expert_layers, False), (s.num_expert_layers, True)):
             if count:
                 forward, inputs, weights, again = self.layers.passes(layout, experts)
                 total += count * (forward + inputs + weights + again / layout.every_kth)
-        # Every rank waits for the others to fill and drain at least once, whatever fills its gaps.
-        rounds = layout.num_microbatches + (layout.pp - 1) / _bubble_divisor(layout)
-        lost = self._waits(layout) + min(self.habits.slack, self.habits.sharded_slack)
-        return rounds * (total + fsum(self.layers.head(layout))) / layout.pp * (1.0 + lost)
+        return total + fsum(self.layers.head(layout))
 
     def _stages(self, layout: Layout) -> _Stages:
         """Seconds of a microbatch in every stage; layouts that differ only in zero 0 to 2 or dp share them."""
