@@ -70,7 +70,9 @@ class Hardware:
     gpu: GpuConstants
     fit: Calibration
     linked_size: int = 0
-    """GPUs of a node that NVLink connects, though not every pair: rings and neighbours find their way round."""
+    """GPUs of a node that NVLink connects, though not every pair: rings find their way round."""
+    lines_up: bool = False
+    """Whether the order of a node's GPUs keeps pairs without a link apart; see ``placement_gpus``."""
     is_cpu: bool = False
     island_kind: Literal["nvlink", "xgmi", "pcie", "host"] = "nvlink"
     host_memory_gib: float | None = None
@@ -90,7 +92,7 @@ class Hardware:
         special = {"a100": self.fit.gemm_a100, "h100": self.fit.gemm_h100, "b200": self.fit.gemm_b200}
         return self.gpu.gemm * self.fit.gemm * special.get(self.gpu.name, 1.0)
 
-    def link(self, size: int, stride: int, world: int | None = None) -> Link:
+    def link(self, size: int, stride: int, world: int | None = None, *, all_pairs: bool = False) -> Link:
         """Return the slowest link of the groups of ranks ``r, r + stride, …``.
 
         Members inside one island reach each other over it. Members on several nodes share the node's
@@ -100,17 +102,47 @@ class Hardware:
             size: Members of a group.
             stride: From a member to the next.
             world: Ranks of all groups, which come one after the other; None = only the first one is asked for.
+            all_pairs: Every member sends to every other one, and not only to its neighbours on a ring.
         """
         span = size * stride
         island = self.island_bandwidth * self.fit.island
         # A ring of several finds its way round a missing link; two ranks may be the very pair that lacks it.
-        if _all_inside(span, self.island_size, world) or (size > 2 and _all_inside(span, self.linked_size, world)):
+        goes_round = size > 2 or self._lines_up(stride)
+        if _all_inside(span, self.island_size, world):
             return Link(island, self.island_latency, False)
+        if goes_round and _all_inside(span, self.linked_size, world):
+            # What a pair without a link exchanges takes the host's way while the others use theirs.
+            seen = min(island, (size - 1) * THROUGH_HOST) if all_pairs else island
+            return Link(seen, self.island_latency, False)
         if _all_inside(span, self.gpus_per_node, world):
-            return Link(min(island, THROUGH_HOST), self.island_latency, False)
+            return self._through_host
         per_node = max(1, min(size, self.gpus_per_node // stride)) if stride < self.gpus_per_node else 1
         share = self.nic_bandwidth * self.fit.network * per_node / self.gpus_per_node
         return Link(min(share, island) if per_node > 1 else share, self.nic_latency, True)
+
+    def hop(self, first: int, stride: int, to: int) -> Link:
+        """Return the slowest link between ``stride`` ranks from ``first`` on and as many from ``to`` on, in order.
+
+        Ranks from one of them to the other fill nodes and islands one after the other; each uses its own part of
+        the NICs.
+        """
+        begin, last = min(first, to), max(first, to) + stride - 1
+        linked = self.linked_size if self._lines_up(abs(to - first)) else 0
+        for block in (self.island_size, linked):
+            if block and begin // block == last // block:
+                return Link(self.island_bandwidth * self.fit.island, self.island_latency, False)
+        if begin // self.gpus_per_node == last // self.gpus_per_node:
+            return self._through_host
+        share = self.nic_bandwidth * self.fit.network / self.gpus_per_node
+        return Link(share, self.nic_latency, True)
+
+    def _lines_up(self, stride: int) -> bool:
+        count = self.gpus_per_node
+        return self.lines_up and stride < count and (count % stride == 0 or count % (count - stride) == 0)
+
+    @property
+    def _through_host(self) -> Link:
+        return Link(min(self.island_bandwidth * self.fit.island, THROUGH_HOST), self.island_latency, False)
 
     def product(self, m: float, n: float, k: float, *, batch: float = 1, peak: float | None = None) -> float:
         """Seconds of ``batch`` products (m, k) x (k, n) in 16-bit numbers.

@@ -8,7 +8,7 @@ from math import ceil, fsum, log2
 from hpjob.plan.constants import Framework
 from hpjob.plan.hardware import Hardware, MeasuredLayer
 from hpjob.plan.layout import Layout
-from hpjob.plan.mesh_order import ep_group, link_of, sp_group, tp_group
+from hpjob.plan.mesh_order import ep_group, exchange_link, link_of, sp_group, tp_group
 from hpjob.plan.shape import Shape
 
 _IMBALANCE = 1.08
@@ -237,7 +237,7 @@ class LayerModel:
             ring_f, ring_b = self._sequence_axis(layout, attention)
             forward, backward = forward + ring_f, backward + ring_b
         if experts and layout.ep > 1:
-            link = link_of(hw, layout, ep_group(layout))
+            link = exchange_link(hw, layout, ep_group(layout))
             size = layout.tokens * s.hidden * e * s.experts_per_token / tp
             exchange = (layout.ep - 1) / layout.ep * size / link.bandwidth * _IMBALANCE + 4 * link.latency
             forward, backward = forward + 2 * exchange, backward + 2 * exchange
@@ -245,12 +245,13 @@ class LayerModel:
 
     def _sequence_axis(self, layout: Layout, attention: tuple[float, float]) -> tuple[float, float]:
         s, sp, tp, e = self.shape, layout.sp, layout.tp, layout.element_bytes
-        link = link_of(self.hardware, layout, sp_group(layout))
         kv = 2.0 * layout.tokens * s.kv_width * e / tp
         if layout.sequence_mode == "all_to_all":
+            link = exchange_link(self.hardware, layout, sp_group(layout))
             size = 2.0 * layout.tokens * s.q_width * e / tp + kv
             once = (sp - 1) / sp * size / link.bandwidth + 4 * link.latency
             return once, once
+        link = link_of(self.hardware, layout, sp_group(layout))
         rounds = (sp - 1) * link.send(kv)
         # A round hides behind the attention of the block that is there; the first one cannot.
         hidden_f, hidden_b = attention[0] * (sp - 1) / sp, attention[1] * (sp - 1) / sp

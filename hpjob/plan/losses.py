@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from hpjob.plan.hardware import THROUGH_HOST, Hardware
+from hpjob.plan.hardware import THROUGH_HOST, Hardware, Link
 from hpjob.plan.layout import Layout
-from hpjob.plan.mesh_order import Group, data_group, ep_group, sp_group, tp_group
+from hpjob.plan.mesh_order import Group, data_group, ep_group, sp_group, stage_links, tp_group
 from hpjob.plan.search import Candidate
 
 KINDS = ("compute", "bubble", "tp_comm", "pp_comm", "dp_comm", "optimizer")
@@ -23,12 +23,14 @@ def main_loss(hardware: Hardware, best: Candidate, rival: Candidate) -> str:
     a = rival.layout
     if kind == "tp_comm":
         group, what = _inner_group(best.layout, a)
-        return f"{found[kind]:+.3g} s {what} traffic over {link_words(hardware, *group, a.world_size)}"
+        all_pairs = what == "expert" or (what == "sequence" and a.sequence_mode == "all_to_all")
+        words = link_words(hardware, *group, a.world_size, all_pairs=all_pairs)
+        return f"{found[kind]:+.3g} s {what} traffic over {words}"
     if kind == "dp_comm":
         return f"{found[kind]:+.3g} s dp traffic over {link_words(hardware, *data_group(a), a.world_size)}"
     if kind == "pp_comm":
-        words = link_words(hardware, 2, a.data_ranks * a.tp)
-        return f"{found[kind]:+.3g} s transfers between stages over {words}"
+        slowest = min(stage_links(hardware, a), key=lambda link: link.bandwidth)
+        return f"{found[kind]:+.3g} s transfers between stages over {_named(hardware, slowest)} a {hardware.unit}"
     return f"{found[kind]:+.3g} s {kind}"
 
 
@@ -44,17 +46,23 @@ def _inner_group(best: Layout, rival: Layout) -> tuple[Group, str]:
     return group, what
 
 
-def link_words(hardware: Hardware, size: int, stride: int, world: int | None = None) -> str:
+def link_words(hardware: Hardware, size: int, stride: int, world: int | None = None, *, all_pairs: bool = False) -> str:
     """Name the slowest link of the groups of an axis with what one rank gets of it; see :meth:`Hardware.link`."""
-    link = hardware.link(size, stride, world)
-    name = "the network" if link.crosses_nodes else _ISLANDS[hardware.island_kind]
-    if not link.crosses_nodes and link.bandwidth <= THROUGH_HOST < hardware.island_bandwidth * hardware.fit.island:
-        name = "the host, as a pair may have no link,"
+    link = hardware.link(size, stride, world, all_pairs=all_pairs)
     inside = min(size, hardware.gpus_per_node // stride) if stride < hardware.gpus_per_node else 1
     # Of a ring that passes through several GPUs of a node, all of them share what leaves it.
     unit = hardware.unit
     each = f"for {inside} {unit}s of a node" if link.crosses_nodes and inside > 1 else f"a {unit}"
-    return f"{name} at {link.bandwidth / 1e9:.0f} GB/s {each}"
+    return f"{_named(hardware, link)} {each}"
+
+
+def _named(hardware: Hardware, link: Link) -> str:
+    name = "the network" if link.crosses_nodes else _ISLANDS[hardware.island_kind]
+    if not link.crosses_nodes and link.bandwidth < hardware.island_bandwidth * hardware.fit.island:
+        name = "the host, as a pair may have no link,"
+        if link.bandwidth > THROUGH_HOST:
+            name = f"{_ISLANDS[hardware.island_kind]} and the host, as a pair has no link,"
+    return f"{name} at {link.bandwidth / 1e9:.0f} GB/s"
 
 
 def island_words(hardware: Hardware) -> str:

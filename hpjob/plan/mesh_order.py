@@ -59,6 +59,12 @@ def link_of(hardware: Hardware, layout: Layout, group: Group) -> Link:
     return hardware.link(group.size, group.stride, layout.world_size)
 
 
-def stage_link(hardware: Hardware, layout: Layout) -> Link:
-    """Return the link from the first pipeline stage to the next."""
-    return hardware.link(2, layout.data_ranks * layout.tp)
+def exchange_link(hardware: Hardware, layout: Layout, group: Group) -> Link:
+    """Return the slowest link of any of these groups when every member sends to every other one."""
+    return hardware.link(group.size, group.stride, layout.world_size, all_pairs=True)
+
+
+def stage_links(hardware: Hardware, layout: Layout) -> list[Link]:
+    """Return the slowest link from every pipeline rank to the next, and from the last back to the first."""
+    stage = layout.data_ranks * layout.tp
+    return [hardware.hop(rank * stage, stage, (rank + 1) % layout.pp * stage) for rank in range(layout.pp)]

@@ -6,7 +6,8 @@ from dataclasses import dataclass
 
 from hpjob.core import hostlist
 from hpjob.plan.model import ParallelDegrees
-from hpjob.topology.groups import disjoint_groups, linked_pairs, usable_gpus
+from hpjob.plan.unlinked_pairs import keep_apart
+from hpjob.topology.groups import disjoint_groups, largest_group_size, linked_pairs, usable_gpus
 from hpjob.topology.model import Node
 
 _OUT_OF_SERVICE = ("down", "drain", "drng", "fail", "maint", "unk", "no_respond", "not_responding")
@@ -92,6 +93,8 @@ def _order(node: Node, count: int, degrees: ParallelDegrees) -> GpuOrder:
             break
     else:
         size, groups = 1, None
+    if len(whole) == count and (apart := keep_apart(whole, size, pairs)) is not None:
+        groups = [apart]
     on_cores = all(gpu.model == "cpu" for gpu in node.gpus)
     if node.islands is not None and not on_cores and 1 < degrees.tp <= count and size < degrees.tp:
         said.append(
@@ -101,6 +104,12 @@ def _order(node: Node, count: int, degrees: ParallelDegrees) -> GpuOrder:
     order = [gpu for group in groups or () for gpu in group]
     order += [gpu for gpu in whole if gpu not in order]
     return GpuOrder(tuple(order[:count]), tuple(said))
+
+
+def lines_up(node: Node, count: int) -> bool:
+    """Whether the order of a node's GPUs keeps those apart that lack a link: no neighbours on any axis, in no group."""
+    gpus = [gpu.index for gpu in usable_gpus(node)]
+    return len(gpus) == count and keep_apart(gpus, largest_group_size(node), linked_pairs(node)) is not None
 
 
 def _inner_sizes(degrees: ParallelDegrees, count: int) -> list[int]:

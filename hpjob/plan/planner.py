@@ -13,6 +13,7 @@ from hpjob.plan.memory import memory_limit_gib
 from hpjob.plan.model import ParallelDegrees, Pipeline, Plan, TimeEstimate
 from hpjob.plan.offload import exceeds_host, host_gib, why_no_offload
 from hpjob.plan.placement import place
+from hpjob.plan.placement_gpus import lines_up
 from hpjob.plan.problem import Problem
 from hpjob.plan.reasons import explain_choice
 from hpjob.plan.refusal import no_legal_layout, nothing_fits
@@ -173,8 +174,10 @@ def _hardware(machine: MachineType, topology: Topology, per_node: int | None) ->
     hardware = hardware_of(machine, per_node)
     if hardware.island_size >= hardware.gpus_per_node or not _seen(topology):
         return hardware
-    connected = min(connected_size(node) for node in _seen(topology))
-    return replace(hardware, linked_size=hardware.gpus_per_node if connected >= hardware.gpus_per_node else 0)
+    count = hardware.gpus_per_node
+    if min(connected_size(node) for node in _seen(topology)) < count:
+        return hardware
+    return replace(hardware, linked_size=count, lines_up=all(lines_up(node, count) for node in _seen(topology)))
 
 
 def _ranks_per_node(recipe: Recipe, topology: Topology, machine: MachineType, asked: int | None) -> int:

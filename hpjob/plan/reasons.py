@@ -7,7 +7,7 @@ from collections.abc import Callable
 from hpjob.plan.enumeration import recompute_policies
 from hpjob.plan.layout import Layout
 from hpjob.plan.legality import unsupported_layout
-from hpjob.plan.losses import difference, exceeds_words, island_words, losses, main_loss
+from hpjob.plan.losses import difference, exceeds_words, island_words, link_words, losses, main_loss
 from hpjob.plan.model import RunnerUp
 from hpjob.plan.problem import Problem
 from hpjob.plan.search import FAR, SAME, Candidate
@@ -114,7 +114,19 @@ def _axis_reason(
     island = problem.hardware.island_size
     if label == "tp" and chosen == island and problem.world_size > island:
         sentences.append(f"tp above {island} would leave the island of {island} GPUs")
+    if label == "ep" and best.layout.ep * best.layout.tp <= island < problem.hardware.linked_size:
+        sentences.append(_exchange_words(problem, best.layout))
     return f"{name}: {'; '.join(sentences)}" if sentences else None
+
+
+def _exchange_words(problem: Problem, layout: Layout) -> str:
+    """Say what experts spread over all GPUs of a node would lose where a pair of them has no link."""
+    hardware, tp = problem.hardware, layout.tp
+    wide = hardware.linked_size // tp
+    whole, own = (link_words(hardware, size, tp, layout.world_size, all_pairs=True) for size in (wide, layout.ep))
+    return f"inside a node ep {wide} would move tokens over {whole}" + (
+        f", and not over {own}" if layout.ep > 1 else ""
+    )
 
 
 def _against(problem: Problem, best: Candidate, rival: Candidate, label: str, value: Callable[[Layout], object]) -> str:

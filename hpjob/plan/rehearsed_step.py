@@ -70,7 +70,7 @@ def _span(plan: Plan, stages: Sequence[StageTiming], comm: float) -> float:
         [t.weight_s or 0.0 for t in stages],
     )
     pp, chunks, count = plan.degrees.pp, pipeline.num_model_chunks, pipeline.num_microbatches
-    return makespan(pipeline.style, pp, chunks, count, times, hop=0.0)
+    return makespan(pipeline.style, pp, chunks, count, times, hops=0.0)
 
 
 def _device_s(report: RankRehearsal) -> float:

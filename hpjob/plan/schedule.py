@@ -7,10 +7,11 @@ interleaved run the last two as one).
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from math import fsum
 
 from hpjob.plan.schedule_zbv import simulate_zbv
-from hpjob.plan.stage_times import StageTimes
+from hpjob.plan.stage_times import StageTimes, between_stages
 
 Op = tuple[str, int, int]
 """Kind (``F``, ``B``, ``W``), chunk of the rank, microbatch."""
@@ -47,7 +48,7 @@ def makespan(
     chunks: int,
     num_microbatches: int,
     times: StageTimes,
-    hop: float,
+    hops: float | Sequence[float],
     blocking: float = 0.0,
     *,
     own_order: bool = True,
@@ -60,7 +61,7 @@ def makespan(
         chunks: Stages a rank holds.
         num_microbatches: Microbatches of one step.
         times: Seconds of a microbatch in each of the ``pp * chunks`` stages.
-        hop: Seconds from one stage to the next.
+        hops: Seconds from each pipeline rank to the next, from the last to the first at the end; one number = all.
         blocking: Part of a hop during which the sender and receiver cannot compute.
         own_order: ``zbv`` keeps to the order of our runtime; else it may be one made for these times.
     """
@@ -68,14 +69,16 @@ def makespan(
         total = fsum(times.forward) + fsum(times.backward_input) + fsum(times.backward_weight)
         return num_microbatches * total
 
+    between = between_stages(style, pp, pp * chunks, hops)
+
     def span(count: int) -> float:
         if style == "zbv":
-            return simulate_zbv(pp, count, times, hop, blocking, own_order=own_order)
+            return simulate_zbv(pp, count, times, between, blocking, own_order=own_order)
         orders = [
             one_f_one_b(pp, rank, count) if style == "1f1b" else interleaved(pp, rank, chunks, count)
             for rank in range(pp)
         ]
-        return _simulate(orders, pp, times, hop, blocking)
+        return _simulate(orders, pp, times, between, blocking)
 
     # The steady state repeats: simulate enough of it and extend it by what one more round takes.
     if num_microbatches <= 4 * pp:
@@ -84,9 +87,9 @@ def makespan(
     return longer + (num_microbatches - 3 * pp) * (longer - shorter) / pp
 
 
-def _simulate(orders: list[list[Op]], pp: int, times: StageTimes, hop: float, blocking: float) -> float:
+def _simulate(orders: list[list[Op]], pp: int, times: StageTimes, between: list[float], blocking: float) -> float:
     """Run fixed orders; returns the time at which the last rank ends."""
-    simulation = _Simulation(orders, pp, times, hop * blocking, hop * (1.0 - blocking))
+    simulation = _Simulation(orders, pp, times, between, blocking)
     waiting = list(range(pp))
     while waiting:
         before = sum(simulation.positions)
@@ -99,14 +102,18 @@ def _simulate(orders: list[list[Op]], pp: int, times: StageTimes, hop: float, bl
 class _Simulation:
     """Clocks of all ranks, and when the input of every operation is there (-1 = not yet)."""
 
-    def __init__(self, orders: list[list[Op]], pp: int, times: StageTimes, stall: float, wait: float) -> None:
+    def __init__(
+        self, orders: list[list[Op]], pp: int, times: StageTimes, between: list[float], blocking: float
+    ) -> None:
         count = sum(1 for kind, chunk, _ in orders[0] if kind == "F" and chunk == 0)
         stages = len(times.forward)
-        self.orders, self.pp, self.last, self.wait = orders, pp, stages - 1, wait
-        self.forward = [time + (stall if stage else 0.0) for stage, time in enumerate(times.forward)]
+        self.orders, self.pp, self.last = orders, pp, stages - 1
+        stalls = [hop * blocking for hop in between]
+        self.waits = [hop * (1.0 - blocking) for hop in between]
+        self.forward = [time + stall for time, stall in zip(times.forward, [0.0, *stalls], strict=True)]
         self.backward = [
-            i + w + (stall if stage < stages - 1 else 0.0)
-            for stage, (i, w) in enumerate(zip(times.backward_input, times.backward_weight, strict=True))
+            i + w + stall
+            for i, w, stall in zip(times.backward_input, times.backward_weight, [*stalls, 0.0], strict=True)
         ]
         self.inputs = [[-1.0] * count for _ in range(stages + 1)]
         self.inputs[0] = [0.0] * count
@@ -125,11 +132,12 @@ class _Simulation:
                 break
             clock = max(clock, ready) + (self.forward if is_forward else self.backward)[stage]
             if not is_forward:
-                self.gradients[stage - 1][microbatch] = clock + self.wait
+                # Nobody waits for the gradient of the first stage's input.
+                self.gradients[stage - 1][microbatch] = clock + (self.waits[stage - 1] if stage else 0.0)
             elif stage == self.last:
                 self.gradients[stage][microbatch] = clock
             else:
-                self.inputs[stage + 1][microbatch] = clock + self.wait
+                self.inputs[stage + 1][microbatch] = clock + self.waits[stage]
             position += 1
         self.clocks[rank], self.positions[rank] = clock, position
         return position == len(order)

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from hpjob.plan.layout import stages_of_rank
 from hpjob.plan.schedule import interleaved, one_f_one_b
 from hpjob.plan.schedule_zbv import Op, zbv_orders
-from hpjob.plan.stage_times import StageTimes
+from hpjob.plan.stage_times import StageTimes, between_stages
 from hpjob.recipe.model import PipelineStyle
 
 
@@ -30,11 +31,11 @@ def timeline(
     chunks: int,
     num_microbatches: int,
     times: StageTimes,
-    hop: float,
+    hops: float | Sequence[float],
     blocking: float = 0.0,
 ) -> tuple[Span, ...]:
     """Return all operations; see :func:`hpjob.plan.schedule.makespan` for the arguments."""
-    replay = _Replay(style, pp, chunks, times, hop * (1.0 - blocking), hop * blocking)
+    replay = _Replay(style, pp, chunks, times, between_stages(style, pp, pp * chunks, hops), blocking)
     orders = _orders(style, pp, chunks, num_microbatches)
     positions, waiting = [0] * pp, list(range(pp))
     while waiting:
@@ -60,12 +61,13 @@ class _Replay:
     """Clocks of the ranks and arrival times of what operations wait for."""
 
     def __init__(
-        self, style: PipelineStyle, pp: int, chunks: int, times: StageTimes, wait: float, stall: float
+        self, style: PipelineStyle, pp: int, chunks: int, times: StageTimes, between: list[float], blocking: float
     ) -> None:
-        self.times, self.wait, self.stall = times, wait, stall
+        self.times, self.blocking = times, blocking
+        # By the later one of the two stages.
+        self.hop_before = [0.0, *between, 0.0]
         self.split = style == "zbv"
         self.last = pp * chunks - 1
-        self.owner = {s: rank for rank in range(pp) for s in stages_of_rank(rank, pp, chunks, style)}
         self.arrived: dict[Op, float] = {}
         self.clocks = [0.0] * pp
         self.spans: list[Span] = []
@@ -83,21 +85,16 @@ class _Replay:
         if kind == "F" and stage == self.last:
             self.arrived["B", stage, microbatch] = end
         elif kind == "F":
-            self.arrived["F", stage + 1, microbatch] = end + self._transfer(stage, stage + 1)
+            self.arrived["F", stage + 1, microbatch] = end + self.hop_before[stage + 1] * (1.0 - self.blocking)
         elif kind == "B" and stage:
-            self.arrived["B", stage - 1, microbatch] = end + self._transfer(stage, stage - 1)
+            self.arrived["B", stage - 1, microbatch] = end + self.hop_before[stage] * (1.0 - self.blocking)
         return True
-
-    def _transfer(self, sender: int, receiver: int) -> float:
-        return self.wait if self.owner[sender] != self.owner[receiver] else 0.0
 
     def _seconds(self, kind: str, stage: int) -> float:
         t = self.times
         if kind == "W":
             return t.backward_weight[stage]
-        source = stage - 1 if kind == "F" else stage + 1
-        received = 0 <= source <= self.last and self.owner[source] != self.owner[stage]
-        stall = self.stall if received else 0.0
         if kind == "F":
-            return t.forward[stage] + stall
-        return t.backward_input[stage] + (0.0 if self.split else t.backward_weight[stage]) + stall
+            return t.forward[stage] + self.hop_before[stage] * self.blocking
+        weight = 0.0 if self.split else t.backward_weight[stage]
+        return t.backward_input[stage] + weight + self.hop_before[stage + 1] * self.blocking

@@ -7,6 +7,7 @@ chunk are held by a rank, as much as 1f1b holds on its first one.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import lru_cache
 
 from hpjob.plan.stage_times import StageTimes
@@ -30,12 +31,24 @@ class _Rank:
         self.order: list[Op] = []
 
 
-class _Simulation:
-    """State of all ranks; stages pp - 1 and pp share a rank, so nothing is sent between them."""
+class _Hops:
+    """What a transfer costs, by the later one of its two stages; none leads to the first stage or from the last.
 
-    def __init__(self, pp: int, num_microbatches: int, times: StageTimes, wait: float, stall: float) -> None:
-        self.pp, self.last, self.times = pp, 2 * pp - 1, times
-        self.wait, self.stall = wait, stall
+    Args:
+        between: Seconds from every stage to the next.
+        blocking: Part of them during which sender and receiver cannot compute.
+    """
+
+    def __init__(self, between: Sequence[float], blocking: float) -> None:
+        self.wait_before = [0.0, *(hop * (1 - blocking) for hop in between), 0.0]
+        self.stall_before = [0.0, *(hop * blocking for hop in between), 0.0]
+
+
+class _Simulation:
+    """State of all ranks."""
+
+    def __init__(self, pp: int, num_microbatches: int, times: StageTimes, hops: _Hops) -> None:
+        self.pp, self.last, self.times, self.hops = pp, 2 * pp - 1, times, hops
         self.ranks = [_Rank(rank, pp) for rank in range(pp)]
         # Arrival times of inputs and gradients in the order of microbatches, and how many were used.
         self.inputs: list[list[float]] = [[] for _ in range(2 * pp)]
@@ -74,36 +87,38 @@ class _Simulation:
             self._backward(rank, stage, start)
 
     def _forward(self, rank: _Rank, stage: int, start: float) -> None:
-        rank.clock = start + self.times.forward[stage] + (self.stall if stage not in (0, self.pp) else 0.0)
+        rank.clock = start + self.times.forward[stage] + self.hops.stall_before[stage]
         rank.held += 1
         rank.order.append(("F", stage, self.forwards[stage]))
         self.forwards[stage] += 1
         if stage == self.last:
             self.gradients[stage].append(rank.clock)
         else:
-            self.inputs[stage + 1].append(rank.clock + (self.wait if stage + 1 != self.pp else 0.0))
+            self.inputs[stage + 1].append(rank.clock + self.hops.wait_before[stage + 1])
 
     def _backward(self, rank: _Rank, stage: int, start: float) -> None:
-        received = stage not in (self.pp - 1, self.last)
-        rank.clock = start + self.times.backward_input[stage] + (self.stall if received else 0.0)
+        rank.clock = start + self.times.backward_input[stage] + self.hops.stall_before[stage + 1]
         rank.held -= 1
         rank.order.append(("B", stage, self.backwards[stage]))
         rank.weights.append((stage, self.backwards[stage]))
         self.backwards[stage] += 1
         if stage:
-            self.gradients[stage - 1].append(rank.clock + (self.wait if stage != self.pp else 0.0))
+            self.gradients[stage - 1].append(rank.clock + self.hops.wait_before[stage])
 
 
 def simulate_zbv(
-    pp: int, num_microbatches: int, times: StageTimes, hop: float, blocking: float, *, own_order: bool
+    pp: int, num_microbatches: int, times: StageTimes, between: Sequence[float], blocking: float, *, own_order: bool
 ) -> float:
-    """Return the seconds of the schedule; see :func:`hpjob.plan.schedule.makespan` for the arguments."""
-    wait, stall = hop * (1 - blocking), hop * blocking
-    fixed = _replay(zbv_orders(pp, num_microbatches), pp, times, wait, stall)
+    """Return the seconds of the schedule; ``between`` has those from every stage to the next.
+
+    See :func:`hpjob.plan.schedule.makespan` for the other arguments.
+    """
+    hops = _Hops(between, blocking)
+    fixed = _replay(zbv_orders(pp, num_microbatches), pp, times, hops)
     if own_order:
         return fixed
     # A schedule that was made for these times is at least as good as the better one of these two.
-    simulation = _simulate(pp, num_microbatches, times, wait, stall)
+    simulation = _simulate(pp, num_microbatches, times, hops)
     return min(fixed, max(rank.clock for rank in simulation.ranks))
 
 
@@ -112,11 +127,12 @@ def zbv_orders(pp: int, num_microbatches: int) -> tuple[tuple[Op, ...], ...]:
     """Return what each rank computes in which order, where forward and both backward parts take equally long."""
     equal = (1.0,) * (2 * pp)
     times = StageTimes(forward=equal, backward_input=equal, backward_weight=equal)
-    return tuple(tuple(rank.order) for rank in _simulate(pp, num_microbatches, times, 0.0, 0.0).ranks)
+    free = _Hops((0.0,) * (2 * pp - 1), 0.0)
+    return tuple(tuple(rank.order) for rank in _simulate(pp, num_microbatches, times, free).ranks)
 
 
-def _simulate(pp: int, num_microbatches: int, times: StageTimes, wait: float, stall: float) -> _Simulation:
-    simulation = _Simulation(pp, num_microbatches, times, wait, stall)
+def _simulate(pp: int, num_microbatches: int, times: StageTimes, hops: _Hops) -> _Simulation:
+    simulation = _Simulation(pp, num_microbatches, times, hops)
     actions = [simulation.next_action(rank) for rank in simulation.ranks]
     for _ in range(3 * 2 * pp * num_microbatches):
         action, index = min((action, index) for index, action in enumerate(actions) if action is not None)
@@ -127,7 +143,7 @@ def _simulate(pp: int, num_microbatches: int, times: StageTimes, wait: float, st
     return simulation
 
 
-def _replay(orders: tuple[tuple[Op, ...], ...], pp: int, times: StageTimes, wait: float, stall: float) -> float:
+def _replay(orders: tuple[tuple[Op, ...], ...], pp: int, times: StageTimes, hops: _Hops) -> float:
     """Return when the last rank ends if every rank keeps to its order; ranks wait for what is not there yet."""
     last = 2 * pp - 1
     arrived: dict[Op, float] = {}
@@ -143,13 +159,12 @@ def _replay(orders: tuple[tuple[Op, ...], ...], pp: int, times: StageTimes, wait
                 elif (ready := 0.0 if kind == "F" and stage == 0 else arrived.get(op, -1.0)) < 0.0:
                     break
                 elif kind == "F":
-                    clock = max(clock, ready) + times.forward[stage] + (stall if stage not in (0, pp) else 0.0)
+                    clock = max(clock, ready) + times.forward[stage] + hops.stall_before[stage]
                     after = ("F", stage + 1, microbatch) if stage < last else ("B", stage, microbatch)
-                    arrived[after] = clock + (wait if stage not in (pp - 1, last) else 0.0)
+                    arrived[after] = clock + hops.wait_before[stage + 1]
                 else:
-                    clock = max(clock, ready) + times.backward_input[stage]
-                    clock += stall if stage not in (pp - 1, last) else 0.0
-                    arrived["B", stage - 1, microbatch] = clock + (wait if stage != pp else 0.0)
+                    clock = max(clock, ready) + times.backward_input[stage] + hops.stall_before[stage + 1]
+                    arrived["B", stage - 1, microbatch] = clock + hops.wait_before[stage]
                 position += 1
             clocks[rank], positions[rank] = clock, position
         waiting = [rank for rank in waiting if positions[rank] < len(orders[rank])]

@@ -9,12 +9,13 @@ from __future__ import annotations
 from dataclasses import dataclass
 from functools import lru_cache
 from math import fsum, log2
+from operator import add
 
 from hpjob.plan.constants import Framework, framework
-from hpjob.plan.hardware import Hardware
+from hpjob.plan.hardware import Hardware, Link
 from hpjob.plan.layer_time import LayerModel
 from hpjob.plan.layout import Layout, stage_layers
-from hpjob.plan.mesh_order import copy_group, data_group, expert_copies, link_of, shard_group, stage_link, tp_group
+from hpjob.plan.mesh_order import copy_group, data_group, expert_copies, link_of, shard_group, stage_links, tp_group
 from hpjob.plan.schedule import makespan
 from hpjob.plan.schedule_timeline import Span, timeline
 from hpjob.plan.shape import Shape
@@ -57,6 +58,7 @@ class StepModel:
         self.layers = LayerModel(shape, hardware, self.habits)
         self._known_stages: dict[tuple[object, ...], _Stages] = {}
         self._known_work: dict[tuple[object, ...], float] = {}
+        self._known_links: dict[tuple[int, int], tuple[tuple[Link, ...], list[int]]] = {}
         self._last: tuple[Layout, tuple[float, float, float, float, float]] | None = None
 
     def step(self, layout: Layout, *, simulate: bool = True) -> StepTime:
@@ -97,20 +99,22 @@ class StepModel:
         busy, comm = m * longest, m * comm_per_rank[per_rank.index(longest)]
         if pp == 1:
             return busy, busy, busy, comm, longest
-        hop, blocking = self._hop(layout)
+        hops, blocking = self._hops(layout)
         ideal = busy + (fsum(per_rank) - longest) / _bubble_divisor(layout)
         if simulate:
             own = self.habits.is_own
-            span = makespan(layout.style, pp, chunks, m, stages.times, hop, blocking, own_order=own)
+            span = makespan(layout.style, pp, chunks, m, stages.times, hops, blocking, own_order=own)
             return busy, min(span, ideal), span, comm, per_rank[0]
-        hops = 2 * (pp - 1) * hop * max(1, chunks - 1) + 2 * m * chunks * hop * blocking
-        return busy, ideal, ideal + hops, comm, per_rank[0]
+        filling = 2 * fsum(hops[:-1]) * max(1, chunks - 1)
+        # A rank that computes waits for what arrives from both sides.
+        stalls = m * chunks * blocking * max(map(add, hops, (hops[-1], *hops))) if blocking else 0.0
+        return busy, ideal, ideal + filling + stalls, comm, per_rank[0]
 
     def timeline(self, layout: Layout) -> tuple[Span, ...]:
         """Return when every pipeline rank does what."""
         times = self._stages(layout).times
-        hop, blocking = self._hop(layout)
-        return timeline(layout.style, layout.pp, layout.chunks, layout.num_microbatches, times, hop, blocking)
+        hops, blocking = self._hops(layout)
+        return timeline(layout.style, layout.pp, layout.chunks, layout.num_microbatches, times, hops, blocking)
 
     def least(self, layout: Layout) -> float:
         """Return seconds that a step takes at least, whatever its ZeRO stage.
@@ -204,17 +208,23 @@ class StepModel:
             [fsum(stages.comm[rank::pp]) for rank in range(pp)],
         )
 
-    def _hop(self, layout: Layout) -> tuple[float, float]:
-        """Seconds from a stage to the next, and the part that keeps both from computing."""
+    def _hops(self, layout: Layout) -> tuple[list[float], float]:
+        """Seconds from each pipeline rank to the next, and the part that keeps both from computing."""
         if layout.pp == 1:
-            return 0.0, 0.0
-        link = stage_link(self.hardware, layout)
+            return [0.0], 0.0
+        key = (layout.pp, layout.data_ranks * layout.tp)
+        found = self._known_links.get(key)
+        if found is None:
+            links = stage_links(self.hardware, layout)
+            kinds = tuple(dict.fromkeys(links))
+            found = self._known_links[key] = kinds, [kinds.index(link) for link in links]
         # Every tp rank sends its share; the receivers gather it inside the island.
         size = layout.tokens * self.shape.hidden * layout.element_bytes
-        hop = link.send(size / layout.tp) * self.hardware.fit.hop
+        gather = 0.0
         if layout.tp > 1 and not layout.sharded_norms:
-            hop += link_of(self.hardware, layout, tp_group(layout)).ring(layout.tp, size)
-        return hop, 1.0 - self.habits.pp_overlap
+            gather = link_of(self.hardware, layout, tp_group(layout)).ring(layout.tp, size)
+        seconds = [link.send(size / layout.tp) * self.hardware.fit.hop + gather for link in found[0]]
+        return [seconds[kind] for kind in found[1]], 1.0 - self.habits.pp_overlap
 
     def _gather_layer(self, layout: Layout) -> float:
         """Seconds to gather one layer's weights; the gradients' way back takes about as long."""

@@ -28,11 +28,20 @@ def plans() -> dict[str, Plan]:
     topologies = {
         "dgx-a100-80g": _nodes("dgx-a100-80g", 4),
         "gb200-nvl72": _nodes("gb200-nvl72", 8),
-        "hgx-h100": _nodes("hgx-h100", 4),
-        "dead link": _with_a_dead_link(_nodes("hgx-h100", 4)),
         "pcie-l40s": _nodes("pcie-l40s", 4),
     }
     return {name: make_plan(load_recipe("70b", []), topology) for name, topology in topologies.items()}
+
+
+@pytest.fixture(scope="module")
+def expert_plans() -> dict[str, Plan]:
+    """mixtral-8x7b on 32 GPUs, of which one pair may have lost its link."""
+    topologies = {
+        "dgx-a100-80g": _nodes("dgx-a100-80g", 4),
+        "hgx-h100": _nodes("hgx-h100", 4),
+        "dead link": _with_a_dead_link(_nodes("hgx-h100", 4)),
+    }
+    return {name: make_plan(load_recipe("mixtral-8x7b", []), topology) for name, topology in topologies.items()}
 
 
 def _reason(plan: Plan, start: str) -> str:
@@ -41,7 +50,7 @@ def _reason(plan: Plan, start: str) -> str:
 
 def test_every_machine_gets_its_own_layout(plans: dict[str, Plan]) -> None:
     usual = layout_of(plans["dgx-a100-80g"])
-    for name in ("gb200-nvl72", "dead link", "pcie-l40s"):
+    for name in ("gb200-nvl72", "pcie-l40s"):
         other = layout_of(plans[name])
         assert (other[:3], other.style) != (usual[:3], usual.style), name
 
@@ -52,16 +61,30 @@ def test_a_rack_of_72_is_one_island(plans: dict[str, Plan]) -> None:
     assert "over NVLink" in " ".join(plan.reasons)
 
 
-def test_a_dead_link_keeps_tp_in_the_groups_that_are_left(plans: dict[str, Plan]) -> None:
-    plan, whole = plans["dead link"], plans["hgx-h100"]
-    assert "4 GPUs reach each other over NVLink" in _reason(plan, "links:")
+def test_experts_stay_among_gpus_that_are_all_linked(expert_plans: dict[str, Plan]) -> None:
+    """In an exchange every pair sends, so one without a link holds up all; whole nodes exchange among 8."""
+    dead, whole = expert_plans["dead link"], expert_plans["hgx-h100"]
+    assert whole.degrees == expert_plans["dgx-a100-80g"].degrees
+    assert whole.degrees.ep == 8
+    assert dead.degrees.ep == 4
+    assert dead.time.step_s > 1.02 * whole.time.step_s
+    assert "4 GPUs reach each other over NVLink" in _reason(dead, "links:")
     assert "8 GPUs reach each other over NVLink" in _reason(whole, "links:")
+    assert "ep 8 would move tokens over NVLink and the host, as a pair has no link, at 84 GB/s" in _reason(dead, "ep ")
+    first = [spot.gpu for spot in dead.placement if spot.node == 0]
+    assert abs(first.index(0) - first.index(1)) >= 2 and (first.index(0) < 4) != (first.index(1) < 4)
+
+
+def test_a_dead_link_keeps_tp_in_groups_and_pipelines_off_the_pair() -> None:
+    """Nothing of this layout needs the pair: the order of the GPUs keeps it apart."""
+    topologies = _nodes("hgx-h100", 4), _with_a_dead_link(_nodes("hgx-h100", 4))
+    whole, plan = (make_plan(load_recipe("70b", []), topology) for topology in topologies)
     assert any("groups of 4, not 8; tp is kept inside such groups" in warning for warning in plan.warnings)
-    assert whole.pipeline.style == "interleaved"
-    assert plan.pipeline.style == "1f1b", "neighbouring stages may be the pair that lost its link"
-    assert "transfers between stages over the host" in _reason(plan, "schedule 1f1b")
-    assert plan.time.step_s > whole.time.step_s
     assert "tp above 4 would leave the island of 4 GPUs" in _reason(plan, "tp ")
+    assert layout_of(plan) == layout_of(whole)
+    assert plan.time == whole.time
+    first = [spot.gpu for spot in plan.placement if spot.node == 0]
+    assert abs(first.index(0) - first.index(1)) not in {1, 2, 4}
 
 
 def test_without_nvlink_tp_loses_by_its_traffic_over_pcie(plans: dict[str, Plan]) -> None:

@@ -1,5 +1,6 @@
 """Groups that the prices assume are the groups that the runtime builds."""
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -7,7 +8,7 @@ import torch
 
 from hpjob.plan import mesh_order
 from hpjob.plan.fixed import fixed_pipeline, fixed_plan
-from hpjob.plan.hardware import hardware_of
+from hpjob.plan.hardware import THROUGH_HOST, hardware_of
 from hpjob.plan.layout import Layout
 from hpjob.plan.legality import layout_of
 from hpjob.plan.model import ParallelDegrees
@@ -86,3 +87,34 @@ def test_experts_are_exchanged_between_neighbours_whatever_sp_is() -> None:
     plain = _layout(dp=16, ep=8)._replace(microbatch=1, seq=2048)
     alike = layer.layer(plain, experts=True).comm_forward
     assert exchange == pytest.approx(alike, rel=1e-6), "eight neighbours are one node with sp and without"
+
+
+def test_every_hop_of_a_pipeline_has_the_link_of_its_own_place() -> None:
+    """Two stages of four GPUs share a node, so every second hop leaves it; so does the way back to the first."""
+    hardware = hardware_of(load_machine("hgx-h100"))
+    links = mesh_order.stage_links(hardware, _layout(tp=4, pp=6))
+    assert [link.crosses_nodes for link in links] == [False, True, False, True, False, True]
+    assert links[0].bandwidth > 5 * links[1].bandwidth
+    # A whole node a stage: all leave it; one node altogether: none does, there and back.
+    assert all(link.crosses_nodes for link in mesh_order.stage_links(hardware, _layout(tp=8, pp=3)))
+    assert not any(link.crosses_nodes for link in mesh_order.stage_links(hardware, _layout(tp=2, pp=4)))
+
+
+def test_a_rack_is_one_island_for_pipelines_too() -> None:
+    hardware = hardware_of(load_machine("gb200-nvl72"))
+    assert not any(link.crosses_nodes for link in mesh_order.stage_links(hardware, _layout(tp=4, pp=18)))
+    links = mesh_order.stage_links(hardware, _layout(tp=4, pp=36))
+    assert [index for index, link in enumerate(links) if link.crosses_nodes] == [17, 35]
+
+
+def test_a_pair_without_a_link_holds_up_exchanges_and_not_rings() -> None:
+    whole = hardware_of(load_machine("hgx-h100"))
+    lacking = replace(whole, island_size=4, linked_size=8, lines_up=True)
+    for size, stride in ((4, 1), (8, 1), (2, 4)):
+        assert lacking.link(size, stride) == whole.link(size, stride)
+    assert lacking.link(8, 1, all_pairs=True).bandwidth == pytest.approx(7 * THROUGH_HOST)
+    assert lacking.link(4, 1, all_pairs=True) == whole.link(4, 1, all_pairs=True)
+    assert mesh_order.stage_links(lacking, _layout(tp=4, pp=4)) == mesh_order.stage_links(whole, _layout(tp=4, pp=4))
+    # Where no order of the GPUs keeps the pair apart, stages may be the pair.
+    stuck = replace(lacking, lines_up=False)
+    assert [link.bandwidth for link in mesh_order.stage_links(stuck, _layout(tp=4, pp=2))] == [THROUGH_HOST] * 2

@@ -121,3 +121,18 @@ def test_tp_groups_are_cliques_or_the_plan_says_why_not(sizes: list[int], order_
     linked = all((min(a, b), max(a, b)) in pairs for group in groups for a, b in combinations(group, 2))
     assert linked != any("tp groups of" in note and "all pairs are linked" in note for note in ordered.notes)
     assert linked == (placement_cost(degrees, ordered, places).leaving("tp", Level.ISLAND) == 0) or not linked
+
+
+@pytest.mark.parametrize("pair", [(0, 1), (0, 7), (3, 4)])
+@pytest.mark.parametrize("degrees", [ParallelDegrees(tp=4, pp=2), ParallelDegrees(tp=2, pp=4), ParallelDegrees(pp=8)])
+def test_a_pair_without_a_link_is_nowhere_a_pair_of_neighbours(pair: tuple[int, int], degrees: ParallelDegrees) -> None:
+    cliques = tuple(tuple(gpu for gpu in range(8) if gpu != other) for other in pair)
+    sick = node("d", Island(kind="nvlink", gpus=tuple(range(8)), all_to_all=False, cliques=cliques))
+    gpus, _ = order(sick, degrees)
+    assert sorted(gpus) == list(range(8))
+    a, b = sorted(gpus.index(gpu) for gpu in pair)
+    assert b - a not in {1, 2, 4, 6, 7}
+    assert a // degrees.tp != b // degrees.tp
+    _, places = place(degrees, Topology(nodes=(sick,), source="test"), 8)
+    links = placement_cost(degrees, Topology(nodes=(sick,), source="test"), places).links
+    assert all(counts[Level.ISLAND] == 0 for counts in links.values())

@@ -172,7 +172,7 @@ def test_too_many_gpus_per_node_is_the_users_mistake() -> None:
 
 
 def test_text_names_choice_memory_time_reasons_and_runners_up() -> None:
-    plan = _plan("70b", 4, "dgx-a100-80g")
+    plan = _plan("70b", 4, "dgx-a100-80g", "parallel.pp_style=interleaved")
     text = render_plan(plan)
     assert plan.summary in text
     for label in ("memory per GPU", "step time", "why", "next best"):

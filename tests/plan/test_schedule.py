@@ -75,3 +75,19 @@ def test_unequal_passes_leave_bubbles_that_a_schedule_made_for_them_has_less_of(
     own = makespan("zbv", 4, 2, 16, times, 0.0)
     made_for_them = makespan("zbv", 4, 2, 16, times, 0.0, own_order=False)
     assert busy < made_for_them <= own < makespan("1f1b", 4, 1, 16, _uniform(4, 1, *parts), 0.0)
+
+
+@pytest.mark.parametrize(("style", "chunks"), [("1f1b", 1), ("interleaved", 2), ("zbv", 2)])
+@pytest.mark.parametrize("blocking", [0.0, 1.0])
+def test_a_slow_hop_costs_as_much_as_it_is_used(style: str, chunks: int, blocking: float) -> None:
+    times = _uniform(4 * chunks, chunks)
+
+    def span(*hops: float) -> float:
+        return makespan(style, 4, chunks, 8, times, hops, blocking)
+
+    free, one_slow, all_slow = span(0, 0, 0, 0), span(0, 0.1, 0, 0), span(0.1, 0.1, 0.1, 0.1)
+    assert free < one_slow < all_slow
+    assert all_slow == pytest.approx(makespan(style, 4, chunks, 8, times, 0.1, blocking))
+    # Only interleaved chunks go from the last rank back to the first.
+    back = span(0, 0, 0, 0.1)
+    assert back > free if style == "interleaved" else back == free
