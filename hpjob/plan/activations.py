@@ -54,7 +54,8 @@ def in_flight(layout: Layout, pp_rank: int) -> float:
     if layout.style == "1f1b":
         return float(min(m, p - pp_rank))
     if layout.style == "zbv":
-        return float(min(m, p))
+        # Half of a microbatch more than 1f1b, where the way back up could not wait.
+        return min(m, p + 0.5)
     return min(m * v, 2 * (p - pp_rank - 1) + (v - 1) * p + 1) / v
 
 

@@ -67,6 +67,9 @@ class Pipeline(Persisted):
     microbatch_size: PositiveInt
     layers_per_stage: tuple[int, ...]
     """Decoder layers of each of the pp · num_model_chunks stages, in model order."""
+    stage_costs: tuple[tuple[PositiveInt, PositiveInt, PositiveInt], ...] | None = None
+    """Relative times of forward, input and weight gradients of each stage that the order of ``zbv`` is made for;
+    None = all are equal, or another style."""
 
 
 class MemoryEstimate(Persisted):

@@ -224,6 +224,7 @@ def _plan(
             num_microbatches=layout.num_microbatches,
             microbatch_size=layout.microbatch,
             layers_per_stage=stage_layers(problem.shape.num_layers, layout),
+            stage_costs=problem.runtime.time_model(layout).zbv_costs(layout),
         ),
         recompute=layout.recompute,
         recompute_every_kth_layer=layout.every_kth,

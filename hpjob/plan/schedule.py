@@ -15,6 +15,8 @@ from hpjob.plan.stage_times import StageTimes, between_stages
 
 Op = tuple[str, int, int]
 """Kind (``F``, ``B``, ``W``), chunk of the rank, microbatch."""
+_MAX_ZBV_OPS = 6000
+"""Operations that are worked out at most; all of a plan are when it runs."""
 
 
 def one_f_one_b(pp: int, rank: int, num_microbatches: int) -> list[Op]:
@@ -80,11 +82,13 @@ def makespan(
         ]
         return _simulate(orders, pp, times, between, blocking)
 
-    # The steady state repeats: simulate enough of it and extend it by what one more round takes.
-    if num_microbatches <= 4 * pp:
+    # The steady state repeats: simulate enough of it and extend it by what one more round takes. That of zbv
+    # settles late.
+    least, most = (2 * pp, 3 * pp) if style != "zbv" else (3 * pp, max(4 * pp, min(16 * pp, _MAX_ZBV_OPS // (6 * pp))))
+    if num_microbatches <= max(most, 4 * pp):
         return span(num_microbatches)
-    shorter, longer = span(2 * pp), span(3 * pp)
-    return longer + (num_microbatches - 3 * pp) * (longer - shorter) / pp
+    shorter, longer = span(least), span(most)
+    return longer + (num_microbatches - most) * (longer - shorter) / (most - least)
 
 
 def _simulate(orders: list[list[Op]], pp: int, times: StageTimes, between: list[float], blocking: float) -> float:

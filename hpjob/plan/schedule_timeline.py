@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from hpjob.plan.layout import stages_of_rank
 from hpjob.plan.schedule import interleaved, one_f_one_b
-from hpjob.plan.schedule_zbv import Op, zbv_orders
+from hpjob.plan.schedule_zbv import Op, stage_costs, zbv_orders
 from hpjob.plan.stage_times import StageTimes, between_stages
 from hpjob.recipe.model import PipelineStyle
 
@@ -36,7 +36,7 @@ def timeline(
 ) -> tuple[Span, ...]:
     """Return all operations; see :func:`hpjob.plan.schedule.makespan` for the arguments."""
     replay = _Replay(style, pp, chunks, times, between_stages(style, pp, pp * chunks, hops), blocking)
-    orders = _orders(style, pp, chunks, num_microbatches)
+    orders = _orders(style, pp, chunks, num_microbatches, times)
     positions, waiting = [0] * pp, list(range(pp))
     while waiting:
         for rank in waiting:
@@ -46,10 +46,10 @@ def timeline(
     return tuple(sorted(replay.spans, key=lambda span: (span.rank, span.begin, span.end)))
 
 
-def _orders(style: PipelineStyle, pp: int, chunks: int, count: int) -> list[list[Op]]:
+def _orders(style: PipelineStyle, pp: int, chunks: int, count: int, times: StageTimes) -> list[list[Op]]:
     """Orders of all ranks with stages in place of chunks."""
     if style == "zbv":
-        return [list(order) for order in zbv_orders(pp, count)]
+        return [list(order) for order in zbv_orders(pp, count, stage_costs(times))]
     orders = [one_f_one_b(pp, r, count) if style == "1f1b" else interleaved(pp, r, chunks, count) for r in range(pp)]
     return [
         [(kind, stages_of_rank(rank, pp, chunks, style)[chunk], microbatch) for kind, chunk, microbatch in order]

@@ -1,14 +1,16 @@
 """The V-shaped zero-bubble schedule, built greedily while it is simulated.
 
 Rank r holds stages r and 2·pp - 1 - r. A rank starts whatever can start first: input gradients before
-forwards, the way back before the way down; weight gradients fill the gaps. At most 2·pp activations of a
-chunk are held by a rank, as much as 1f1b holds on its first one.
+forwards, the way back before the way down; weight gradients fill the gaps, and come first where 2·pp
+activations of a chunk are held, as much as 1f1b holds on its first rank: they are held until then.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import lru_cache
+from itertools import accumulate
+from math import fsum
 
 from hpjob.plan.stage_times import StageTimes
 
@@ -16,8 +18,18 @@ _Action = tuple[float, int, int, str]
 """Start, priority, negated stage, kind: the smallest is done next."""
 
 
+_GAP = 0.5
+"""Part of a weight gradient for which a gap must last to be filled with it."""
+_FINENESS = 16
+"""Units of time that the mean forward takes when an order is made."""
+
 Op = tuple[str, int, int]
 """Kind (``F`` forward, ``B`` input gradient, ``W`` weight gradient), stage, microbatch."""
+StageCosts = tuple[tuple[int, int, int], ...]
+"""Relative times of a microbatch's forward, input gradient and weight gradient in every stage.
+
+They are whole numbers, so that all ranks and interpreters come to the same order.
+"""
 
 
 class _Rank:
@@ -64,13 +76,15 @@ class _Simulation:
             if done < len(self.gradients[stage]):
                 options.append((max(rank.clock, self.gradients[stage][done]), 0, -stage, "B"))
             done = self.forwards[stage]
-            may_hold_more = rank.held < 2 * self.pp or stage >= self.pp
+            full = rank.held + len(rank.weights) >= 2 * self.pp
+            # With nothing left to be freed only the way back up leads to it.
+            may_hold_more = not full or (stage >= self.pp and not rank.weights)
             if may_hold_more and done < len(self.inputs[stage]):
                 options.append((max(rank.clock, self.inputs[stage][done]), 1, -stage, "F"))
         best = min(options, default=None)
         if rank.weights:
             stage = rank.weights[0][0]
-            if best is None or rank.clock + self.times.backward_weight[stage] <= best[0]:
+            if best is None or rank.clock + _GAP * self.times.backward_weight[stage] <= best[0]:
                 return (rank.clock, 2, -stage, "W")
         return best
 
@@ -114,7 +128,7 @@ def simulate_zbv(
     See :func:`hpjob.plan.schedule.makespan` for the other arguments.
     """
     hops = _Hops(between, blocking)
-    fixed = _replay(zbv_orders(pp, num_microbatches), pp, times, hops)
+    fixed = _replay(zbv_orders(pp, num_microbatches, stage_costs(times)), pp, times, hops)
     if own_order:
         return fixed
     # A schedule that was made for these times is at least as good as the better one of these two.
@@ -122,13 +136,47 @@ def simulate_zbv(
     return min(fixed, max(rank.clock for rank in simulation.ranks))
 
 
-@lru_cache(maxsize=64)
-def zbv_orders(pp: int, num_microbatches: int) -> tuple[tuple[Op, ...], ...]:
-    """Return what each rank computes in which order, where forward and both backward parts take equally long."""
-    equal = (1.0,) * (2 * pp)
-    times = StageTimes(forward=equal, backward_input=equal, backward_weight=equal)
+def stage_costs(times: StageTimes) -> StageCosts:
+    """Return the relative times of all stages that an order is made for."""
+    unit = fsum(times.forward) / len(times.forward) / _FINENESS
+    if not unit:
+        return ((1, 1, 1),) * len(times.forward)
+    columns = (times.forward, times.backward_input, times.backward_weight)
+    forward, inputs, weights = ([max(1, round(time / unit)) for time in column] for column in columns)
+    return tuple(zip(forward, inputs, weights, strict=True))
+
+
+@lru_cache(maxsize=256)
+def zbv_orders(pp: int, num_microbatches: int, costs: StageCosts | None = None) -> tuple[tuple[Op, ...], ...]:
+    """Return what each rank computes in which order, with at most 2·pp + 1 activations of a chunk on a rank.
+
+    Args:
+        pp: Pipeline ranks.
+        num_microbatches: Microbatches of one step.
+        costs: What the order is made for, as far as the memory allows; None = all take equally long.
+    """
+    equal = ((1, 1, 1),) * (2 * pp)
+    if costs is None:
+        return _made_for(equal, pp, num_microbatches)
+    mean = tuple(max(1, round(sum(column) / len(column))) for column in zip(*costs, strict=True))
+    for tried in (costs, (mean,) * (2 * pp)):
+        made = _made_for(tried, pp, num_microbatches)
+        if most_held(made) <= 2 * pp + 1:
+            return made
+    return _made_for(equal, pp, num_microbatches)
+
+
+def _made_for(costs: Sequence[Sequence[int]], pp: int, num_microbatches: int) -> tuple[tuple[Op, ...], ...]:
+    forward, inputs, weights = zip(*costs, strict=True)
     free = _Hops((0.0,) * (2 * pp - 1), 0.0)
-    return tuple(tuple(rank.order) for rank in _simulate(pp, num_microbatches, times, free).ranks)
+    made = _simulate(pp, num_microbatches, StageTimes(forward, inputs, weights), free)
+    return tuple(tuple(rank.order) for rank in made.ranks)
+
+
+def most_held(orders: tuple[tuple[Op, ...], ...]) -> int:
+    """Return the most activations of a chunk that a rank holds, those that wait for weight gradients included."""
+    change = {"F": 1, "B": 0, "W": -1}
+    return max(max(accumulate(change[kind] for kind, _, _ in order)) for order in orders)
 
 
 def _simulate(pp: int, num_microbatches: int, times: StageTimes, hops: _Hops) -> _Simulation:

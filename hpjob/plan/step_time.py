@@ -18,6 +18,7 @@ from hpjob.plan.layout import Layout, stage_layers
 from hpjob.plan.mesh_order import copy_group, data_group, expert_copies, link_of, shard_group, stage_links, tp_group
 from hpjob.plan.schedule import makespan
 from hpjob.plan.schedule_timeline import Span, timeline
+from hpjob.plan.schedule_zbv import StageCosts, stage_costs
 from hpjob.plan.shape import Shape
 from hpjob.plan.stage_times import StageTimes
 
@@ -109,6 +110,10 @@ class StepModel:
         # A rank that computes waits for what arrives from both sides.
         stalls = m * chunks * blocking * max(map(add, hops, (hops[-1], *hops))) if blocking else 0.0
         return busy, ideal, ideal + filling + stalls, comm, per_rank[0]
+
+    def zbv_costs(self, layout: Layout) -> StageCosts | None:
+        """Return what the order of operations is made for; None for schedules whose order is fixed."""
+        return stage_costs(self._stages(layout).times) if layout.style == "zbv" else None
 
     def timeline(self, layout: Layout) -> tuple[Span, ...]:
         """Return when every pipeline rank does what."""

@@ -111,9 +111,15 @@ def _v_shaped(pipeline: Pipeline, pp_size: int) -> Schedule:
             f"zbv with {chunks} model chunks and pp {pp_size}",
             hint="it needs two num_model_chunks and pp of at least 2",
         )
+    costs = pipeline.stage_costs
+    if costs is not None and len(costs) != 2 * pp_size:
+        raise UserInputError(
+            f"stage_costs of {len(costs)} stages with zbv and pp {pp_size}",
+            hint="it needs those of all 2 pp stages",
+        )
     tables = tuple(
         tuple(Action(Kind(kind), stage, microbatch) for kind, stage, microbatch in order)
-        for order in zbv_orders(pp_size, count)
+        for order in zbv_orders(pp_size, count, costs)
     )
     return Schedule((*range(pp_size), *reversed(range(pp_size))), count, tables)
 
