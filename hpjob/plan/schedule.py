@@ -15,8 +15,6 @@ from hpjob.plan.stage_times import StageTimes, between_stages
 
 Op = tuple[str, int, int]
 """Kind (``F``, ``B``, ``W``), chunk of the rank, microbatch."""
-_MAX_ZBV_OPS = 6000
-"""Operations that are worked out at most; all of a plan are when it runs."""
 
 
 def one_f_one_b(pp: int, rank: int, num_microbatches: int) -> list[Op]:
@@ -73,22 +71,21 @@ def makespan(
 
     between = between_stages(style, pp, pp * chunks, hops)
 
+    if style == "zbv":
+        return simulate_zbv(pp, num_microbatches, times, between, blocking, own_order=own_order)
+
     def span(count: int) -> float:
-        if style == "zbv":
-            return simulate_zbv(pp, count, times, between, blocking, own_order=own_order)
         orders = [
             one_f_one_b(pp, rank, count) if style == "1f1b" else interleaved(pp, rank, chunks, count)
             for rank in range(pp)
         ]
         return _simulate(orders, pp, times, between, blocking)
 
-    # The steady state repeats: simulate enough of it and extend it by what one more round takes. That of zbv
-    # settles late.
-    least, most = (2 * pp, 3 * pp) if style != "zbv" else (3 * pp, max(4 * pp, min(16 * pp, _MAX_ZBV_OPS // (6 * pp))))
-    if num_microbatches <= max(most, 4 * pp):
+    # The steady state repeats: simulate enough of it and extend it by what one more round takes.
+    if num_microbatches <= 4 * pp:
         return span(num_microbatches)
-    shorter, longer = span(least), span(most)
-    return longer + (num_microbatches - most) * (longer - shorter) / (most - least)
+    shorter, longer = span(2 * pp), span(3 * pp)
+    return longer + (num_microbatches - 3 * pp) * (longer - shorter) / pp
 
 
 def _simulate(orders: list[list[Op]], pp: int, times: StageTimes, between: list[float], blocking: float) -> float:

@@ -20,6 +20,8 @@ _Action = tuple[float, int, int, str]
 
 _GAP = 0.5
 """Part of a weight gradient for which a gap must last to be filled with it."""
+_MAX_OPS = 3000
+"""Operations that are worked out for a price; all of them are when a plan runs."""
 _FINENESS = 16
 """Units of time that the mean forward takes when an order is made."""
 
@@ -128,12 +130,20 @@ def simulate_zbv(
     See :func:`hpjob.plan.schedule.makespan` for the other arguments.
     """
     hops = _Hops(between, blocking)
-    fixed = _replay(zbv_orders(pp, num_microbatches, stage_costs(times)), pp, times, hops)
-    if own_order:
-        return fixed
-    # A schedule that was made for these times is at least as good as the better one of these two.
-    simulation = _simulate(pp, num_microbatches, times, hops)
-    return min(fixed, max(rank.clock for rank in simulation.ranks))
+    # The steady state is extended by what one more microbatch takes; it settles late.
+    most = max(2 * pp, min(16 * pp, _MAX_OPS // (6 * pp)))
+    count = min(num_microbatches, most)
+    orders = zbv_orders(pp, count, stage_costs(times))
+    span = _replay(orders, pp, times, hops)
+    if not own_order:
+        # A schedule that was made for these times is at least as good as the better one of these two.
+        simulation = _simulate(pp, count, times, hops)
+        span = min(span, max(rank.clock for rank in simulation.ranks))
+    if count == num_microbatches:
+        return span
+    fewer = 3 * most // 4
+    shorter = _replay(tuple(tuple(op for op in order if op[2] < fewer) for order in orders), pp, times, hops)
+    return span + (num_microbatches - most) * (span - shorter) / (most - fewer)
 
 
 def stage_costs(times: StageTimes) -> StageCosts:
