@@ -32,6 +32,7 @@ def finished_run(folder: Path, slurm: SlurmSandbox, monkeypatch: pytest.MonkeyPa
         executor="slurm",
         overrides=["parallel.pp_size=2", "parallel.tp_size=2", "training.global_batch_size=32"],
         spec_changes={"extra_options": ("--nodelist=n1,n3,n2,n4",), "segment": None},
+        says_place=True,
     )
     submit(prepared.run, "slurm", prepared.spec, prepared.script)
     job_id = read_submissions(prepared.run)[-1].job_id

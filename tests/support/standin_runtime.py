@@ -2,7 +2,8 @@
 
 It follows the same contract: rank from the environment, one checkpoint manifest a save, outcome, FINISHED, failure
 records. ``behaviour.json`` in the run folder says how many steps there are and which rank fails how; with ``held`` so
-many attempts stand still after three steps until they are ended, so that none is over before its test has looked.
+many attempts stand still after three steps until they are ended, so that none is over before its test has looked. With
+``says_place`` the ranks print all of their place, which makes each load the plan's types first.
 """
 
 from __future__ import annotations
@@ -14,9 +15,6 @@ import sys
 import time
 import traceback
 from pathlib import Path
-
-from hpjob.plan.model import Plan
-from hpjob.plan.placement_line import placement_line
 
 HELD_STEPS = 3
 STOP = (signal.SIGUSR1, signal.SIGUSR2, signal.SIGTERM)
@@ -31,8 +29,8 @@ def main() -> None:
     stopped: list[int] = []
     for number in STOP:
         signal.signal(number, lambda number, frame: stopped.append(number))
-    plan = Plan.model_validate_json((attempt / "plan.json").read_text())
-    sys.stdout.write(placement_line(plan, rank, node) + "\n")
+    place = f"rank {rank} of {len(hosts)} on {node}"
+    sys.stdout.write((whole_place(attempt, rank, node) if behaviour.get("says_place") else place) + "\n")
     sys.stdout.flush()
     if hosts[rank] != node:
         sys.exit(f"rank {rank} is on {node}, planned on {hosts[rank]}")
@@ -60,6 +58,13 @@ def main() -> None:
         save(run, step)
         write(attempt / "outcome.json", {"kind": "finished", "step": step, "reason": "last step"})
         (run / "FINISHED").touch()
+
+
+def whole_place(attempt: Path, rank: int, node: str) -> str:
+    from hpjob.plan.model import Plan
+    from hpjob.plan.placement_line import placement_line
+
+    return placement_line(Plan.model_validate_json((attempt / "plan.json").read_text()), rank, node)
 
 
 def fail(attempt: Path, rank: int, node: str, step: int, behaviour: dict[str, int]) -> None:
