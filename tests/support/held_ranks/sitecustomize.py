@@ -10,7 +10,7 @@ import sys
 import time
 from pathlib import Path
 
-HELD_ATTEMPTS, HELD_BOUNDARIES = 2, 10
+HELD_ATTEMPTS, HELD_BOUNDARIES = 2, 8
 
 
 def hold() -> None:
