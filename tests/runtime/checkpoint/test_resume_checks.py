@@ -12,7 +12,8 @@ import yaml
 
 from tests.support.run_folder import Run, small_recipe, write_tokens
 
-pytestmark = pytest.mark.distributed
+# One worker makes the finished run for all of them.
+pytestmark = [pytest.mark.distributed, pytest.mark.xdist_group("resume checks")]
 
 
 @pytest.fixture(scope="module")

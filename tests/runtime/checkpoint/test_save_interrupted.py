@@ -9,7 +9,8 @@ import pytest
 from tests.support.faults import before_step, fail_save, kill_in_save, terminate_self
 from tests.support.run_folder import Run, small_recipe, write_tokens
 
-pytestmark = pytest.mark.distributed
+# One worker makes the undisturbed run for all of them.
+pytestmark = [pytest.mark.distributed, pytest.mark.xdist_group("interrupted saves")]
 
 
 @pytest.fixture(scope="module")

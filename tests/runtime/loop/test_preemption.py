@@ -12,7 +12,8 @@ import pytest
 from tests.support.faults import before_step, hold_before_step, terminate_self
 from tests.support.run_folder import Run, small_recipe, write_tokens
 
-pytestmark = pytest.mark.distributed
+# One worker makes the undisturbed run for all of them.
+pytestmark = [pytest.mark.distributed, pytest.mark.xdist_group("preemption")]
 COMPARE = Path(__file__).parents[3] / "scripts" / "compare_runs.py"
 
 
