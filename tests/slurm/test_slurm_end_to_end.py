@@ -239,6 +239,8 @@ def test_slurms_own_warning_saves_before_the_time_limit(start: Start, slurm: Slu
     outcome = read_json(run.attempt(0).outcome)
     assert outcome is not None and outcome["reason"] == "signal SIGUSR2"
     assert decision(run.attempt(0)) == "requeue"
+    # Cancelled any sooner, its shell would ask for the requeue all the same and wait for Slurm's KILL.
+    wait_for(lambda: job_state(job_id(run)).phase == "waiting" or len(run.attempt_list()) > 1, "it is queued again")
 
 
 def test_a_folder_with_an_awkward_name(start: Start, tmp_path: Path) -> None:
