@@ -1,6 +1,6 @@
 """Worker processes on this host that form process groups; started once and reused.
 
-Importing torch and transformers costs seconds, so one server process imports them and the workers are
+Importing torch and transformers costs seconds, so one server process imports them and workers without a GPU are
 forked from it. A job is a function that runs on the first ``world`` workers inside a fresh process
 group. When a worker fails, its peers may wait in a collective for ever: all workers are then ended and
 new ones start with the next job.
@@ -126,8 +126,7 @@ class ProcessPool:
         saved = {name: os.environ.get(name) for name in _SETTINGS}
         os.environ.update(_SETTINGS)
         try:
-            context = multiprocessing.get_context("forkserver")
-            context.set_forkserver_preload(_PRELOAD)
+            context = self._context()
             for _ in range(self.size):
                 ours, theirs = context.Pipe()
                 process = context.Process(target=_serve, args=(theirs,), daemon=True)
@@ -138,6 +137,14 @@ class ProcessPool:
             for name, value in saved.items():
                 os.environ.pop(name) if value is None else os.environ.update({name: value})
         self._store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+
+    def _context(self) -> Any:
+        """How workers start: with a GPU each from nothing, since what is imported may have touched one (torchao does)."""
+        if self._backend == "nccl":
+            return multiprocessing.get_context("spawn")
+        context = multiprocessing.get_context("forkserver")
+        context.set_forkserver_preload(_PRELOAD)
+        return context
 
     def _send(self, rank: int, job: tuple[Any, ...]) -> None:
         try:
