@@ -139,7 +139,7 @@ class ProcessPool:
         self._store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
 
     def _context(self) -> Any:
-        """How workers start: with a GPU each from nothing, since what is imported may have touched one (torchao does)."""
+        """How workers start: those with a GPU from nothing, since an import may have touched one (torchao does)."""
         if self._backend == "nccl":
             return multiprocessing.get_context("spawn")
         context = multiprocessing.get_context("forkserver")

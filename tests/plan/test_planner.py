@@ -178,7 +178,9 @@ def test_text_names_choice_memory_time_reasons_and_runners_up() -> None:
     for label in ("memory per GPU", "step time", "why", "next best"):
         assert label in text
     assert all(runner_up.why_not in text for runner_up in plan.runners_up)
-    assert "activations between 8 stages of 5 chunks of 2 layers" in text
+    chunks, layers = plan.pipeline.num_model_chunks, plan.pipeline.layers_per_stage[0]
+    assert chunks > 1
+    assert f"activations between {plan.degrees.pp} stages of {chunks} chunks of {layers} layers" in text
 
 
 def test_text_names_the_groups_inside_layers() -> None:
