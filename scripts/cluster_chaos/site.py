@@ -18,6 +18,10 @@ ROOT = Path(__file__).resolve().parent.parent.parent
 SANDBOX = ROOT / "scripts" / "slurm-sandbox"
 QUICK = Path(__file__).resolve().parent / "quick"
 COMMAND_TIMEOUT_S = 400.0
+REQUEUE_DELAY_S = 15
+"""More than KillWait and the three seconds for which a step looks for an srun that is gone, as on any real cluster
+(121 s, 30 s): a node set down that was never away would else get a job back whose processes are still ending there, and
+Slurm holds the job then."""
 
 # Partition -> what happens to its jobs when one of partition urgent wants their nodes.
 PARTITIONS = {
@@ -59,7 +63,8 @@ class Site:
 
     def up(self) -> None:
         """Start it, or start again what of it was killed."""
-        arguments = ["--nodes", str(self.nodes), "--leafs", "1", "--conf", "SlurmdTimeout=20"]
+        arguments = ["--nodes", str(self.nodes), "--leafs", "1", "--requeue-delay", str(REQUEUE_DELAY_S)]
+        arguments += ["--conf", "SlurmdTimeout=20"]
         for name, settings in PARTITIONS.items():
             line = f"PartitionName={name} Nodes=ALL PriorityTier=1 {settings} DefaultTime=01:00:00 MaxTime=1-0"
             arguments += ["--conf", line]

@@ -98,6 +98,13 @@ def _add_up_options(up: argparse.ArgumentParser) -> None:
         "--kill-wait", type=int, default=default.kill_wait, metavar="SECONDS", help="KillWait (default: %(default)s)"
     )
     up.add_argument(
+        "--requeue-delay",
+        type=int,
+        default=default.requeue_delay,
+        metavar="SECONDS",
+        help="before a requeued job starts again (default: %(default)s)",
+    )
+    up.add_argument(
         "--conf", action="append", default=[], metavar="KEY=VALUE", help="a slurm.conf line (may be repeated)"
     )
 
@@ -125,6 +132,7 @@ def _options(arguments: argparse.Namespace) -> Options:
         grace=arguments.grace,
         preempt_mode=arguments.preempt_mode,
         kill_wait=arguments.kill_wait,
+        requeue_delay=arguments.requeue_delay,
         conf=tuple(arguments.conf),
     )
 

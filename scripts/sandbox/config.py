@@ -29,7 +29,7 @@ def slurm_conf(folder: Folder, saved: Saved) -> str:
         f"SlurmdUser={user}",
         "AuthType=auth/munge",
         "CredType=cred/munge",
-        f"AuthInfo=socket={folder.munge_socket},cred_expire=5",
+        f"AuthInfo=socket={folder.munge_socket},cred_expire={options.requeue_delay - 1}",
         "CommunicationParameters=NoInAddrAny,NoCtldInAddrAny",
         f"StateSaveLocation={folder.controller_state}",
         f"SlurmdSpoolDir={folder.spool}/%n",

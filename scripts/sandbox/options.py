@@ -27,6 +27,7 @@ class Options:
         grace: GraceTime of partition ``batch``, s.
         preempt_mode: What happens to a preempted job of partition ``batch``.
         kill_wait: KillWait, s: time between SIGTERM and SIGKILL.
+        requeue_delay: For how long a requeued job waits at least, s.
         conf: Further slurm.conf lines; a line with a known key replaces the built-in one.
     """
 
@@ -40,6 +41,7 @@ class Options:
     grace: int = 30
     preempt_mode: str = "requeue"
     kill_wait: int = 5
+    requeue_delay: int = 6
     conf: tuple[str, ...] = ()
 
     def check(self) -> None:
@@ -56,6 +58,8 @@ class Options:
             problems.append(f"--grace is {self.grace}, it can be 0 to 65533 seconds")
         if not 0 <= self.kill_wait <= 65533:
             problems.append(f"--kill-wait is {self.kill_wait}, it can be 0 to 65533 seconds")
+        if not 2 <= self.requeue_delay <= 65533:
+            problems.append(f"--requeue-delay is {self.requeue_delay}, it can be 2 to 65533 seconds")
         if not (self.gpu_type and self.gpu_type.replace("_", "").replace("-", "").isalnum()):
             problems.append(f"--gpu-type is {self.gpu_type!r}, it can hold letters, digits, '-' and '_'")
         problems += [f"--conf {line!r} is not KEY=VALUE" for line in self.conf if not conf_key(line)]
