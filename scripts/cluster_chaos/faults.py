@@ -169,9 +169,16 @@ def restart_controller(victim: Victim, chance: random.Random) -> None:
 
 
 def preempt_without_controller(victim: Victim, chance: random.Random) -> None:
-    """The ranks are told to save, and when the job wants to queue itself again the controller is dead."""
+    """The ranks are told to save, and when the job wants to queue itself again the controller is dead.
+
+    The ranks rest until it has written down that the job runs. One that dies before, within seconds of the start, comes
+    back without the job and has its processes killed: nobody is left who could go on by himself.
+    """
+    _rest(victim)
+    victim.site.until(lambda: victim.site.written_down() > float(victim.begun()["started_at"]), NOTICED_S)
     victim.site.kill_controller()
     victim.signal(victim.ranks(), signal.SIGUSR2)
+    victim.signal(victim.ranks(), signal.SIGCONT)
     time.sleep(AWAY_S)
     victim.site.up()
 

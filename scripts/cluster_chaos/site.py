@@ -98,6 +98,13 @@ class Site:
             raise RuntimeError(f"{' '.join(map(str, command))} exited {done.returncode}: {done.stdout}{done.stderr}")
         return done.stdout
 
+    def written_down(self) -> float:
+        """Return when slurmctld last wrote its jobs to disk, in seconds since 1970."""
+        try:
+            return (self.state / "state" / "job_state").stat().st_mtime
+        except FileNotFoundError:  # just being replaced
+            return 0.0
+
     def kill_controller(self) -> None:
         """End slurmctld without a chance to say goodbye; :meth:`up` starts it again."""
         for process in psutil.process_iter(["cmdline"]):
