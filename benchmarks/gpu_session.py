@@ -91,6 +91,7 @@ def one_gpu() -> list[Step]:
             "--out {out}/7b.json",
             limit_s=90,
         ),
+        Step(name="attention", command="python benchmarks/attention_kernels.py --out {out}/attention.json", limit_s=60),
         Step(
             name="rehearse 13B, tp 4",
             command=f"{rehearse} --nodes 1 --recipe 13b --set parallel.tp_size=4 --rank 0 --json",
@@ -139,6 +140,7 @@ def two_gpus() -> list[Step]:
             command=f"{command} --parts speed --sequences 2048 --steps 3 --budget-s {{left}} --out {{out}}/speed.json",
             limit_s=240,
         ),
+        Step(name="links", command="python benchmarks/link_curves.py --gpus 2 --out {out}/links.json", limit_s=40),
         Step(
             name="long sequences",
             command=f"{command} --parts speed --sequences 32768 --cases ring_attn all_to_all zbv --steps 2 "
