@@ -52,7 +52,7 @@ class Session:
         self._request = stop
         self._stop = StopAgreement(stop)
         self._records = AttemptRecords(rank)
-        self._checkpoints = CheckpointFolder(rank.run_dir)
+        self._checkpoints = CheckpointFolder(rank.run_dir, rank.attempt.index)
         self._timeouts = Timeouts.from_env()
 
     def run(self) -> None:

@@ -25,7 +25,7 @@ def run(cli: Cli) -> RunDir:
     write(found, 10, "permanent")
     write(found, 20, "permanent")
     write(found, 25, "ephemeral")
-    (found.checkpoints / "step-00000030.partial" / DATA_NAME).mkdir(parents=True)
+    (found.checkpoints / "step-00000030.0002.partial" / DATA_NAME).mkdir(parents=True)
     return found
 
 

@@ -151,7 +151,7 @@ def _fail_save(wanted_step: int, wanted_rank: int, rank: int) -> None:
         return
 
     def write_shards(data: Path, *rest: Any) -> Any:
-        if f"step-{wanted_step:08d}.partial" not in str(data):
+        if f"step-{wanted_step:08d}." not in str(data):
             return original(data, *rest)
         soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
         resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, hard))
@@ -187,14 +187,16 @@ def _kill_in_save(moment: str, wanted_rank: int, wanted_step: int, rank: int) ->
         setattr(module, attribute, replacement)
 
     def in_partial(path: Any, *_: Any) -> bool:
-        return f"{name}.partial" in str(path)
+        return f"{name}." in str(path) and ".partial" in str(path)
 
     sync, rmtree = (folder_module, "sync_folder"), (folder_module.shutil, "rmtree")
     moments: dict[str, Callable[[], None]] = {
         "half written": lambda: _kill_when_shard_is_half_written(save_module, name),
         "written": lambda: killing(save_module, "write_shards", in_partial, after=True),
         "manifest written": lambda: killing(*sync, in_partial),
-        "before rename": lambda: killing(*sync, lambda path: path.name == f"{name}.partial", after=True),
+        "before rename": lambda: killing(
+            *sync, lambda path: path.name.startswith(name) and path.suffix == ".partial", after=True
+        ),
         "after rename": lambda: killing(*sync, lambda path: (path / name).exists()),
         "old one renamed": lambda: killing(*rmtree, lambda path, *_: path.suffix == ".trash" and path.exists()),
     }

@@ -3,13 +3,14 @@
 ::
 
     step-00000100/{data/,manifest.json,SHA256SUMS}   complete
-    step-00000200.partial/                           being written; a leftover of a crash otherwise
+    step-00000200.0003.partial/                      being written by attempt 3; a leftover of a crash otherwise
     step-00000050.trash/                             being deleted
     step-00000300.damaged/                           failed its checks; kept until a newer one is complete
 """
 
 from __future__ import annotations
 
+import logging
 import os
 import re
 import shutil
@@ -29,15 +30,24 @@ from hpjob.runtime.checkpoint.manifest import (
 )
 from hpjob.runtime.checkpoint.retention import Retention
 
+log = logging.getLogger(__name__)
 _COMPLETE = re.compile(r"step-(\d{8,})")
 _DAMAGED = re.compile(r"step-(\d{8,})\.damaged")
+_PARTIAL = re.compile(r"step-\d{8,}\.(\d{4,})\.partial")
 
 
 class CheckpointFolder:
-    """Checkpoints of one run on a shared file system."""
+    """Checkpoints of one run on a shared file system.
 
-    def __init__(self, run_dir: RunDir) -> None:
+    Args:
+        run_dir: The run.
+        attempt: Which of its starts writes. A process of an earlier one that was frozen and goes on when nobody
+            expects it any more then never writes into, empties or deletes what this one is writing.
+    """
+
+    def __init__(self, run_dir: RunDir, attempt: int = 0) -> None:
         self._run_dir = run_dir
+        self._attempt = attempt
         self.path = run_dir.checkpoints
 
     def steps(self) -> list[int]:
@@ -50,16 +60,28 @@ class CheckpointFolder:
 
     def partial(self, step: int) -> Path:
         """Return the folder that a checkpoint is written to."""
-        return self._with_suffix(step, ".partial")
+        return self._with_suffix(step, f".{self._attempt:04d}.partial")
 
     def clean_leftovers(self) -> list[str]:
-        """Delete what a crash left half written or half deleted; return the names."""
+        """Delete what a crash left half written or half deleted; return the names.
+
+        What cannot be deleted, because somebody still writes there, is in nobody's way: the next start tries again.
+        """
         if not self.path.is_dir():
             return []
-        found = [path for path in self.path.iterdir() if path.suffix in (".partial", ".trash")]
+        found = sorted(path for path in self.path.iterdir() if self._is_leftover(path))
         for path in found:
-            shutil.rmtree(path)
-        return sorted(path.name for path in found)
+            shutil.rmtree(path, ignore_errors=True)
+        kept = [path for path in found if path.exists()]
+        if kept:
+            log.warning("could not be deleted: %s", ", ".join(map(str, kept)))
+        return [path.name for path in found if path not in kept]
+
+    def _is_leftover(self, path: Path) -> bool:
+        partial = _PARTIAL.fullmatch(path.name)
+        if partial is not None:
+            return int(partial[1]) <= self._attempt
+        return path.suffix in (".partial", ".trash")
 
     def begin(self, step: int) -> None:
         """Make an empty partial folder."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,6 +13,8 @@ from hpjob.runtime.checkpoint.manifest import DATA_NAME, Manifest, check_file, r
 
 State = Literal["complete", "incomplete", "damaged", "set aside", "being deleted"]
 _STATES: dict[str, State] = {".partial": "incomplete", ".trash": "being deleted", ".damaged": "set aside"}
+
+_FOLDER = re.compile(r"step-(\d+)(?:(?:\.\d+)?\.partial|\.trash|\.damaged)?")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -43,9 +46,8 @@ def list_checkpoints(run: RunDir, *, verify: bool = False) -> Iterator[Checkpoin
         return
     found = []
     for path in run.checkpoints.iterdir():
-        digits, dot, suffix = path.name.removeprefix("step-").partition(".")
-        if path.name.startswith("step-") and digits.isdigit() and (not dot or f".{suffix}" in _STATES):
-            found.append((int(digits), dot + suffix, path))
+        if (match := _FOLDER.fullmatch(path.name)) is not None:
+            found.append((int(match[1]), path.suffix, path))
     for step, suffix, path in sorted(found):
         yield _complete(path, step, verify=verify) if not suffix else _other(path, step, _STATES[suffix])
 

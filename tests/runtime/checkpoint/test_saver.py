@@ -57,7 +57,7 @@ def test_training_goes_on_and_the_checkpoint_holds_the_step_it_began_at(tmp_path
     rank.train(1, 2, 3)
     assert rank.keeper.running and rank.keeper.saved_step == 0
     gate.wait_until_reached()
-    assert rank.names() == ["step-00000002.partial"]
+    assert rank.names() == ["step-00000002.0000.partial"]
     gate.open()
     rank.leave(3)
     assert rank.names() == ["step-00000002", "step-00000003"]

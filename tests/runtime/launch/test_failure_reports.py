@@ -60,7 +60,7 @@ def test_the_outcome_names_the_checkpoint_that_a_background_save_has_just_made(
         folder = reporter.rank.run_dir.checkpoint(step)
         folder.mkdir(parents=True)
         write_json(folder / "manifest.json", {"step": step})
-    (reporter.rank.run_dir.checkpoints / "step-00000008.partial").mkdir()
+    (reporter.rank.run_dir.checkpoints / "step-00000008.0000.partial").mkdir()
     reporter.note_checkpoint(known)
     with pytest.raises(Left):
         reporter.leave(ValueError("a made-up fault"))
