@@ -9,6 +9,7 @@ import subprocess
 import sys
 import threading
 import time
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -48,7 +49,7 @@ class Site:
     nodes: int
     release: str | None = None
     quick: bool = False
-    _control: threading.Lock = field(default_factory=threading.Lock)
+    _control: AbstractContextManager[object] = field(default_factory=threading.RLock)
 
     @property
     def environment(self) -> dict[str, str]:

@@ -83,6 +83,34 @@ def block_data(rank: int, *, at_rank: int, step: int) -> None:
     TokenDataset.rows = rows  # type: ignore[method-assign]
 
 
+def block_set_up(rank: int, *, at_rank: int) -> None:
+    """Let the model of a rank never be built."""
+    from hpjob.runtime.engine import Engine
+
+    original = Engine.__init__
+
+    def blocked(self: Engine, *arguments: Any) -> None:
+        if rank == at_rank:
+            sleep_on()
+        original(self, *arguments)
+
+    Engine.__init__ = blocked  # type: ignore[method-assign]
+
+
+def block_save(rank: int, *, at_rank: int, step: int) -> None:
+    """Let a rank's part of the checkpoint of a step never be written."""
+    from hpjob.runtime.checkpoint import save as save_module
+
+    original = save_module.write_shards
+
+    def write_shards(data: Path, *rest: Any) -> Any:
+        if rank == at_rank and f"step-{step:08d}." in str(data):
+            sleep_on()
+        return original(data, *rest)
+
+    save_module.write_shards = write_shards
+
+
 def broken_device(rank: int) -> None:
     """Let the preflight find rank 1's device broken."""
     from hpjob.runtime.health import preflight

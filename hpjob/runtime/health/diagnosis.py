@@ -23,6 +23,8 @@ class RankState:
     """Whether its main thread waits for other ranks."""
     where: str
     """Innermost function of its main thread."""
+    idle_s: float = 0.0
+    """For how long its process has done nothing at all."""
     counts: Mapping[str, int] = field(default_factory=dict)
     """Operations begun so far on each group of ranks; comparable among the members of a group."""
 

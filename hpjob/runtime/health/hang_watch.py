@@ -14,7 +14,8 @@ import torch.distributed as dist
 from hpjob.runtime.failures import FailureReporter
 from hpjob.runtime.health.diagnosis import RankState, Verdict, diagnose
 from hpjob.runtime.health.progress import Stillness
-from hpjob.runtime.health.stacks import BlockedDump, innermost, last_dump, main_thread_frame, waits_for_others
+from hpjob.runtime.health.stacks import BlockedDump, deciding_frame, innermost, last_dump, waits_for_others
+from hpjob.runtime.health.vital_signs import VitalSigns
 from hpjob.runtime.rendezvous import PeerStore
 
 log = logging.getLogger(__name__)
@@ -22,6 +23,8 @@ _DEPUTY_S = 15.0
 """Rank 0 looks first; should it be unable to, any other does after so much more time."""
 _ANSWER_S = 3.0
 """A rank that is told that it hangs has so long to say where."""
+_LOOKS_PER_COMPARISON = 5
+"""Comparing what all ranks say costs a question to the store for each of them."""
 _VERDICT_KEY = "hpjob/hang"
 
 
@@ -34,6 +37,7 @@ class HangWatch:
         pp_size: Pipeline stages: their messages are not the same number on all ranks.
         interval_s: Between two looks.
         counts: Returns the operations begun on each group so far; None = torch's own counters.
+        signs: Tells for how long this process has done nothing; None = its own system's word.
     """
 
     def __init__(
@@ -44,13 +48,16 @@ class HangWatch:
         pp_size: int,
         interval_s: float,
         counts: Callable[[], dict[str, int]] | None = None,
+        signs: VitalSigns | None = None,
     ) -> None:
         self._reporter = reporter
         self._store = store
         self._interval_s = interval_s
         self._stillness = Stillness(interval_s)
         self._counts = counts or GroupCounts(pp_size)
+        self._signs = signs or VitalSigns(interval_s)
         self._blocked = BlockedDump()
+        self._looks = 0
 
     def probe(self) -> str | None:
         """Publish this rank's state; return why it should end, or leave at once where it is the cause."""
@@ -72,12 +79,21 @@ class HangWatch:
         progress = self._reporter.progress
         counts = self._counts()
         still_s = self._stillness.look((progress.changes, counts))
-        state = self._state(still_s, counts)
+        state = self._state(still_s, self._signs.look(still_s), counts)
         self._store.publish(state.dump())
         verdict = self._known()
-        if verdict is None and progress.watches and still_s > _allowance_s(self._reporter):
+        if verdict is not None or not progress.watches:
+            return verdict
+        self._looks += 1
+        if still_s > _allowance_s(self._reporter):
             return self._judge(state)
-        return verdict
+        compares = state.rank == 0 and self._looks % _LOOKS_PER_COMPARISON == 0
+        if compares and self._idle_long_enough(still_s):
+            return self._judge_idle(state)
+        return None
+
+    def _idle_long_enough(self, seconds: float) -> bool:
+        return 0 < self._signs.limit_s <= seconds
 
     def stop(self) -> None:
         """Expect no further sign of life of this process."""
@@ -101,8 +117,8 @@ class HangWatch:
         self._reporter.report_for(rank, kind="hang", message=message, stacks=stacks or None, step=step)
         return message
 
-    def _state(self, still_s: float, counts: dict[str, int]) -> RankState:
-        frame, rank = main_thread_frame(), self._reporter.rank
+    def _state(self, still_s: float, idle_s: float, counts: dict[str, int]) -> RankState:
+        frame, rank = deciding_frame(), self._reporter.rank
         phase = self._reporter.progress.phase
         return RankState(
             rank=rank.rank,
@@ -110,6 +126,7 @@ class HangWatch:
             step=phase.step,
             phase=phase.name,
             still_s=round(still_s, 1),
+            idle_s=round(idle_s, 1),
             waits=waits_for_others(frame),
             where=innermost(frame),
             counts=counts,
@@ -123,12 +140,30 @@ class HangWatch:
         return Verdict(ranks=tuple(document["ranks"]), message=document["message"])
 
     def _judge(self, own: RankState) -> Verdict | None:
+        """Say which ranks hang, now that one has waited for as long as it may."""
+        states = self._states(own)
+        missing = [rank for rank in range(self._reporter.rank.world_size) if rank not in states]
+        return self._announce(diagnose(list(states.values()), missing), states)
+
+    def _judge_idle(self, own: RankState) -> Verdict | None:
+        """Say which ranks hang, before that, if all that the others wait for do nothing at all."""
+        states = self._states(own)
+        if len(states) < self._reporter.rank.world_size:
+            return None
+        verdict = diagnose(list(states.values()))
+        if not verdict.ranks or not all(self._idle_long_enough(states[rank].idle_s) for rank in verdict.ranks):
+            return None
+        return self._announce(verdict, states)
+
+    def _states(self, own: RankState) -> dict[int, RankState]:
+        """Return what all ranks last said of themselves."""
         states = {own.rank: own}
         for rank in range(self._reporter.rank.world_size):
             if rank != own.rank and (text := self._store.published(rank)) is not None:
                 states[rank] = RankState.load(text)
-        missing = [rank for rank in range(self._reporter.rank.world_size) if rank not in states]
-        verdict = diagnose(list(states.values()), missing)
+        return states
+
+    def _announce(self, verdict: Verdict, states: dict[int, RankState]) -> Verdict | None:
         log.error("%s", verdict.message)
         self._store.say_once(_VERDICT_KEY, json.dumps(asdict(verdict)))
         self._stand_in_for(verdict, states)

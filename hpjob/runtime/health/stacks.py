@@ -13,7 +13,12 @@ from pathlib import Path
 from types import FrameType
 from typing import TextIO
 
-_WAITING_FILES = ("torch/distributed/distributed_c10d.py", "torch/distributed/_functional_collectives.py")
+_WAITING_FILES = (
+    "torch/distributed/distributed_c10d.py",
+    "torch/distributed/_functional_collectives.py",
+    "hpjob/runtime/checkpoint/notes.py",
+    "hpjob/runtime/health/preflight.py",
+)
 # Calls into C that return when other ranks, or the GPU that waits for them, are ready.
 _WAITING_LINE = re.compile(
     r"\.wait\(|\.item\(\)|\.tolist\(\)|\.cpu\(\)|synchronize\(|wait_tensor\("
@@ -30,6 +35,18 @@ BLOCKED_S = 10
 def main_thread_frame() -> FrameType | None:
     """Return the innermost Python frame of the main thread."""
     return sys._current_frames().get(threading.main_thread().ident or 0)
+
+
+def deciding_frame() -> FrameType | None:
+    """Return the innermost Python frame of the thread that the main thread waits for, usually of itself."""
+    frame, frames = main_thread_frame(), sys._current_frames()
+    caller = frame
+    while caller is not None and caller.f_code.co_filename == threading.__file__:
+        thread = caller.f_locals.get("self")
+        if caller.f_code is threading.Thread.join.__code__ and isinstance(thread, threading.Thread):
+            return frames.get(thread.ident or 0, frame)
+        caller = caller.f_back
+    return frame
 
 
 def waits_for_others(frame: FrameType | None) -> bool:

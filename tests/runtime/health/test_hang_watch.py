@@ -25,6 +25,18 @@ class Left(Exception):
     """Stands for the end of the process."""
 
 
+class Signs:
+    """Vital signs of a rank that has done nothing since it was told to."""
+
+    limit_s = 40.0
+
+    def __init__(self) -> None:
+        self.idle = False
+
+    def look(self, still_s: float) -> float:
+        return still_s if self.idle else 0.0
+
+
 class Ranks:
     """Four ranks that look in turns; seconds pass only when told."""
 
@@ -33,6 +45,7 @@ class Ranks:
         self.now = 0.0
         self.waits = [True] * WORLD
         self.counts = [10] * WORLD
+        self.signs = [Signs() for _ in range(WORLD)]
         self._server = TCPStore("127.0.0.1", 0, None, True, wait_for_workers=False)
         self._looking = 0
         monkeypatch.setattr(hang_watch, "waits_for_others", lambda frame: self.waits[self._looking])
@@ -62,7 +75,12 @@ class Ranks:
     def _watch(self, rank: int) -> HangWatch:
         store = PeerStore("127.0.0.1", self._server.port, rank=rank, world_size=WORLD)
         watch = HangWatch(
-            self.reporters[rank], store, pp_size=1, interval_s=1.0, counts=lambda: {"world": self.counts[rank]}
+            self.reporters[rank],
+            store,
+            pp_size=1,
+            interval_s=1.0,
+            counts=lambda: {"world": self.counts[rank]},
+            signs=cast(Any, self.signs[rank]),
         )
         watch._stillness = Stillness(1.0, clock=lambda: self.now)
         watch._blocked = cast(Any, type("Silent", (), {"still_running": lambda self: None})())
@@ -75,6 +93,11 @@ class Ranks:
                 reporter.progress.begin_compute(step)
                 reporter.progress.end_step(0.5)
                 reporter.progress.begin_step(step + 1)
+
+    def enter(self, name: str) -> None:
+        """Let all ranks begin something that may be slow."""
+        for reporter in self.reporters:
+            reporter.progress.enter(name, 6)
 
     def look(self, seconds: int, *, without: tuple[int, ...] = ()) -> dict[int, str]:
         """Let seconds pass; return what each rank was told, once one of them was told something."""
@@ -144,9 +167,32 @@ def test_a_deadlock_blames_nobody(ranks: Ranks) -> None:
 
 
 def test_slow_things_are_given_time(ranks: Ranks) -> None:
-    for reporter in ranks.reporters:
-        reporter.progress.enter("evaluation", 6)
+    ranks.enter("evaluation")
+    ranks.counts[2], ranks.waits[2] = 9, False
     assert ranks.look(600) == {}
+
+
+def test_who_does_nothing_is_given_little_time_even_for_something_slow(ranks: Ranks) -> None:
+    ranks.enter("save")
+    ranks.waits[2], ranks.signs[2].idle = False, True
+    assert ranks.look(39) == {}
+    told = ranks.look(8)
+    assert told[2] == "left" and "rank 2 on n2 hangs" in told[0] and "(save)" in told[0]
+    (failure,) = read_failures(ranks.attempt)
+    assert (failure.rank, failure.kind, failure.exception) == (2, "hang", "Hang")
+
+
+@pytest.mark.parametrize("case", ["all wait", "another one works", "a rank has not come", "switched off"])
+def test_doing_nothing_alone_is_no_hang(ranks: Ranks, case: str) -> None:
+    ranks.enter("set-up")
+    for signs in ranks.signs:
+        signs.idle = True
+        signs.limit_s = 0.0 if case == "switched off" else signs.limit_s
+    if case != "all wait":
+        ranks.waits[2] = False
+    if case == "another one works":
+        ranks.waits[3], ranks.signs[3].idle = False, False
+    assert ranks.look(100, without=(3,) if case == "a rank has not come" else ()) == {}
 
 
 def test_it_can_be_switched_off(ranks: Ranks) -> None:
