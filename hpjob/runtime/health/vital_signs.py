@@ -157,11 +157,11 @@ def _watchers() -> set[int]:
 def _children(pid: int) -> tuple[bool, float]:
     """Return whether all processes below one sleep, and their time on a CPU."""
     asleep, seconds = True, 0.0
-    for child in psutil.Process(pid).children(recursive=True):
-        try:
-            times, status = child.cpu_times(), child.status()
-        except psutil.NoSuchProcess:
-            return False, 0.0
-        seconds += times.user + times.system
-        asleep = asleep and status in {psutil.STATUS_SLEEPING, psutil.STATUS_IDLE, psutil.STATUS_ZOMBIE}
+    try:
+        for child in psutil.Process(pid).children(recursive=True):
+            times = child.cpu_times()
+            seconds += times.user + times.system
+            asleep = asleep and child.status() in {psutil.STATUS_SLEEPING, psutil.STATUS_IDLE, psutil.STATUS_ZOMBIE}
+    except psutil.Error:
+        return False, 0.0  # one has just ended, or is another user's
     return asleep, seconds
