@@ -72,12 +72,13 @@ def _restore_limit(victim: Victim, job_id: str) -> None:
     if not victim.wait(attempt.outcome.exists, 90):
         victim.notes.append("no outcome within 90 s of the limit")
     victim.signal(victim.ranks(), signal.SIGCONT)
-    victim.wait(lambda: not _running(victim, job_id), 60)
+    # Before that, while its processes end, Slurm refuses.
+    victim.wait(lambda: _waiting(victim, job_id), NOTICED_S)
     victim.site.run("scontrol", "update", f"JobId={job_id}", "TimeLimit=120", check=False)
 
 
-def _running(victim: Victim, job_id: str) -> bool:
-    return victim.site.run("squeue", "-h", "-j", job_id, "-o", "%T", check=False).strip() == "RUNNING"
+def _waiting(victim: Victim, job_id: str) -> bool:
+    return victim.site.run("squeue", "-h", "-j", job_id, "-o", "%T", check=False).strip() == "PENDING"
 
 
 def requeue(victim: Victim, chance: random.Random) -> None:
