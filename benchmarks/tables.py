@@ -60,7 +60,7 @@ def _speed(record: Mapping[str, Any]) -> str:
             _share(row.get("schedule_bound")),
             f"{row['mfu']:.1%}",
             f"{max((gib or 0.0) for gib in row['peak_reserved_gib']):.0f}",
-            f"{row['predicted_gib']:.0f}",
+            f"{row['predicted_gib']:.0f}" if "predicted_gib" in row else "",
             f"{row['predicted_s']:.3f} s",
             f"{row['predicted_error']:+.1%}",
         )
