@@ -126,7 +126,7 @@ class ProcessPool:
         saved = {name: os.environ.get(name) for name in _SETTINGS}
         os.environ.update(_SETTINGS)
         try:
-            context = self._context()
+            context = self.context()
             for _ in range(self.size):
                 ours, theirs = context.Pipe()
                 process = context.Process(target=_serve, args=(theirs,), daemon=True)
@@ -138,7 +138,7 @@ class ProcessPool:
                 os.environ.pop(name) if value is None else os.environ.update({name: value})
         self._store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
 
-    def _context(self) -> Any:
+    def context(self) -> Any:
         """How workers start: those with a GPU from nothing, since an import may have touched one (torchao does)."""
         if self._backend == "nccl":
             return multiprocessing.get_context("spawn")

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import logging
-import os
 
+from hpjob.core.environment import seconds_from_env
 from hpjob.core.errors import HpjobError
 from hpjob.topology.model import Node, Topology
 
@@ -24,7 +24,7 @@ def seen_from_inside(slurm: Topology, ranks_per_node: int) -> Topology:
     Returns:
         ``slurm`` itself with a note when the nodes do not answer or contradict what Slurm has given.
     """
-    timeout_s = _timeout_s()
+    timeout_s = seconds_from_env("HPJOB_DETECT_TIMEOUT_S", DETECT_TIMEOUT_S)
     if timeout_s <= 0:
         return slurm
     try:
@@ -40,13 +40,6 @@ def seen_from_inside(slurm: Topology, ranks_per_node: int) -> Topology:
         reason = repr(error)
     logger.warning("the nodes were not asked what is inside them: %s", reason)
     return _with_note(slurm, f"only what Slurm knows of the nodes: {reason}")
-
-
-def _timeout_s() -> float:
-    try:
-        return float(os.environ.get("HPJOB_DETECT_TIMEOUT_S", DETECT_TIMEOUT_S))
-    except ValueError:
-        return DETECT_TIMEOUT_S
 
 
 def _in_order(slurm: Topology, found: Topology, needed: int) -> Topology:

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-import os
 import time
 from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+
+from hpjob.core.environment import seconds_from_env
 
 FLOOR_S = 30.0
 """A step may always take this long; ``HPJOB_HANG_FLOOR_S`` sets another, 0 switches the hang watch off."""
@@ -19,10 +20,7 @@ _EARLY_FACTOR = 2.0
 
 def floor_from_env() -> float:
     """Return the least allowance of a step, from ``HPJOB_HANG_FLOOR_S``."""
-    try:
-        return float(os.environ.get("HPJOB_HANG_FLOOR_S", FLOOR_S))
-    except ValueError:
-        return FLOOR_S
+    return seconds_from_env("HPJOB_HANG_FLOOR_S", FLOOR_S)
 
 
 @dataclass(frozen=True, slots=True)

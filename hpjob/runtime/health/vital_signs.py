@@ -17,6 +17,7 @@ from pathlib import Path
 
 import psutil
 
+from hpjob.core.environment import seconds_from_env
 from hpjob.runtime.health.progress import Stillness
 
 IDLE_S = 40.0
@@ -47,10 +48,7 @@ _SLEEPS = {
 
 def limit_from_env() -> float:
     """Return for how long a rank that others wait for may do nothing, from ``HPJOB_IDLE_LIMIT_S``."""
-    try:
-        return float(os.environ.get("HPJOB_IDLE_LIMIT_S", IDLE_S))
-    except ValueError:
-        return IDLE_S
+    return seconds_from_env("HPJOB_IDLE_LIMIT_S", IDLE_S)
 
 
 @dataclass(frozen=True, slots=True)

@@ -54,8 +54,8 @@ class FusedUpdate:
         """
         beta1, beta2 = self._settings.betas
         figures = (self._scale, self._rate, self._root, self._keep[decays])
-        tensors = [_rows(tensor) for tensor in (master, first, second, gradient)]
-        rounded = None if weight is None else _rows(weight)
+        tensors = [rows(tensor) for tensor in (master, first, second, gradient)]
+        rounded = None if weight is None else rows(weight)
         _compiled(beta1, beta2, self._settings.eps)(tensors, rounded, figures)
 
 
@@ -75,13 +75,16 @@ def _compiled(beta1: float, beta2: float, eps: float) -> Callable[..., None]:
     return compiled
 
 
-def _rows(tensor: Tensor) -> Tensor:
-    """(numel / row, row), or (numel,) where that leaves a rest; compiled for any first size."""
+def rows(tensor: Tensor) -> Tensor:
+    """View a contiguous tensor as (numel / 1024, 1024), or as (numel,) where that leaves a rest.
+
+    It is compiled for any first size.
+    """
     shape = (-1,) if tensor.numel() % _ROW else (-1, _ROW)
     # ``data``: a tensor that autograd knows as a view of a larger one would be compiled for that very view.
-    rows = tensor.detach().view(shape).data
-    torch._dynamo.maybe_mark_dynamic(rows, 0)
-    return rows
+    view = tensor.detach().view(shape).data
+    torch._dynamo.maybe_mark_dynamic(view, 0)
+    return view
 
 
 def _scalar(value: float, like: Tensor) -> Tensor:

@@ -5,11 +5,13 @@ from __future__ import annotations
 import pytest
 import torch
 import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
 
 from hpjob.plan.model import Axis
 from hpjob.runtime.engine import Engine
 from hpjob.runtime.mesh import build_mesh
 from hpjob.runtime.parity.case import Case, parse_case
+from hpjob.runtime.process_groups import ProcessGroups
 from hpjob.runtime.process_pool import ProcessPool
 
 pytestmark = pytest.mark.distributed
@@ -52,3 +54,14 @@ def test_a_rank_is_in_one_group_for_each_set_of_ranks(pool: ProcessPool, layout:
             expected = [r for r in range(d.world_size) if {**d.coordinates(r), axis: 0} == {**place, axis: 0}]
             assert (len(axes[axis.value]), axes[axis.value]) == (size, expected)
         assert len(axes["replicate"]) * len(axes["shard"]) == d.dp * d.sp
+
+
+def test_a_mesh_has_falling_strides_whatever_its_ranks_were_cut_from(monkeypatch: pytest.MonkeyPatch) -> None:
+    """torch 2.11 slices no other one, and a dim of size 1 may have any stride."""
+    found: list[tuple[int, ...]] = []
+    monkeypatch.setattr(ProcessGroups, "along", lambda *_: None)
+    monkeypatch.setattr(DeviceMesh, "from_group", lambda _groups, _device, ranks, **_: found.append(ranks.stride()))
+    ranks = torch.arange(2).view(1, 1, 2).transpose(1, 2)
+    assert ranks.is_contiguous() and ranks.stride() != tuple(sorted(ranks.stride(), reverse=True))
+    ProcessGroups("cpu").mesh(ranks, {"pp": "layers", "ep": "layers", "shard": "layers"})
+    assert found == [tuple(sorted(found[0], reverse=True))]

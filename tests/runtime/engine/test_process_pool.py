@@ -86,3 +86,9 @@ def test_a_job_may_have_less_time_than_the_pool() -> None:
 def test_a_world_larger_than_the_pool_is_refused(pool: ProcessPool) -> None:
     with pytest.raises(ValueError, match="does not fit"):
         pool.run(sum_of_ranks, world=9)
+
+
+def test_workers_with_a_gpu_each_are_not_forked() -> None:
+    """An import may have started CUDA (torchao's does), which a forked process cannot use."""
+    assert ProcessPool(1, backend="nccl").context().get_start_method() == "spawn"
+    assert ProcessPool(1, backend="gloo").context().get_start_method() == "forkserver"

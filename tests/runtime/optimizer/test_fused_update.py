@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from hpjob.recipe.model import OptimizerSettings
-from hpjob.runtime.optimizer.fused_update import FusedUpdate
+from hpjob.runtime.optimizer.fused_update import FusedUpdate, rows
 
 SETTINGS = OptimizerSettings(lr=1e-2, betas=(0.9, 0.95), weight_decay=0.1)
 
@@ -53,3 +53,11 @@ def test_a_bf16_gradient_is_read_and_left_alone() -> None:
     assert torch.equal(gradient, torch.full((4,), 3.0, dtype=torch.bfloat16))
     # The first step of Adam has the size of the rate, whatever the gradient.
     assert master[0].item() == pytest.approx(-1e-2, rel=1e-4)
+
+
+def test_the_compiler_is_shown_sizes_that_are_multiples_of_a_vector() -> None:
+    """A size that it knows nothing of is read element by element on a GPU, at half the speed."""
+    weight = torch.arange(8192.0).view(4, 2048)
+    assert rows(weight).shape == (8, 1024)
+    assert rows(weight).data_ptr() == weight.data_ptr()
+    assert rows(torch.zeros(3, 5)).shape == (15,)
