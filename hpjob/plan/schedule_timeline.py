@@ -7,7 +7,8 @@ from dataclasses import dataclass
 
 from hpjob.plan.layout import stages_of_rank
 from hpjob.plan.schedule import interleaved, one_f_one_b
-from hpjob.plan.schedule_zbv import Op, stage_costs, zbv_orders
+from hpjob.plan.schedule_zbv import stage_costs, zbv_orders
+from hpjob.plan.schedule_zbv_regular import Op
 from hpjob.plan.stage_times import StageTimes, between_stages
 from hpjob.recipe.model import PipelineStyle
 

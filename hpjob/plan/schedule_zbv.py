@@ -1,6 +1,6 @@
-"""The V-shaped zero-bubble schedule, built greedily while it is simulated.
+"""The V-shaped zero-bubble schedule: by rule, or with few microbatches built greedily while it is simulated.
 
-Rank r holds stages r and 2·pp - 1 - r. A rank starts whatever can start first: input gradients before
+Greedily: rank r holds stages r and 2·pp - 1 - r. A rank starts whatever can start first: input gradients before
 forwards, the way back before the way down; weight gradients fill the gaps, and come first where 2·pp
 activations of a chunk are held, as much as 1f1b holds on its first rank: they are held until then.
 """
@@ -12,6 +12,7 @@ from functools import lru_cache
 from itertools import accumulate
 from math import fsum
 
+from hpjob.plan.schedule_zbv_regular import Op, regular_orders
 from hpjob.plan.stage_times import StageTimes
 
 _Action = tuple[float, int, int, str]
@@ -25,8 +26,6 @@ _MAX_OPS = 3000
 _FINENESS = 16
 """Units of time that the mean forward takes when an order is made."""
 
-Op = tuple[str, int, int]
-"""Kind (``F`` forward, ``B`` input gradient, ``W`` weight gradient), stage, microbatch."""
 StageCosts = tuple[tuple[int, int, int], ...]
 """Relative times of a microbatch's forward, input gradient and weight gradient in every stage.
 
@@ -131,19 +130,20 @@ def simulate_zbv(
     """
     hops = _Hops(between, blocking)
     # The steady state is extended by what one more microbatch takes; it settles late.
-    most = max(2 * pp, min(16 * pp, _MAX_OPS // (6 * pp)))
+    most = max(3 * pp, min(16 * pp, _MAX_OPS // (6 * pp)))
     count = min(num_microbatches, most)
-    orders = zbv_orders(pp, count, stage_costs(times))
-    span = _replay(orders, pp, times, hops)
+    costs = stage_costs(times)
+    span = _replay(zbv_orders(pp, count, costs), pp, times, hops)
+    more = 0.0
+    if count < num_microbatches:
+        fewer = max(2 * pp, 3 * most // 4)
+        shorter = _replay(zbv_orders(pp, fewer, costs), pp, times, hops)
+        more = (num_microbatches - most) * (span - shorter) / (most - fewer)
     if not own_order:
-        # A schedule that was made for these times is at least as good as the better one of these two.
+        # A schedule that was made for these times is at least as good as the better one of the two.
         simulation = _simulate(pp, count, times, hops)
         span = min(span, max(rank.clock for rank in simulation.ranks))
-    if count == num_microbatches:
-        return span
-    fewer = 3 * most // 4
-    shorter = _replay(tuple(tuple(op for op in order if op[2] < fewer) for order in orders), pp, times, hops)
-    return span + (num_microbatches - most) * (span - shorter) / (most - fewer)
+    return span + more
 
 
 def stage_costs(times: StageTimes) -> StageCosts:
@@ -160,14 +160,23 @@ def stage_costs(times: StageTimes) -> StageCosts:
 def zbv_orders(pp: int, num_microbatches: int, costs: StageCosts | None = None) -> tuple[tuple[Op, ...], ...]:
     """Return what each rank computes in which order, with at most 2·pp + 1 activations of a chunk on a rank.
 
+    Where the microbatches fill the order by rule it is that one; with fewer, the faster of it and a greedy one.
+
     Args:
         pp: Pipeline ranks.
         num_microbatches: Microbatches of one step.
         costs: What the order is made for, as far as the memory allows; None = all take equally long.
     """
+    regular = regular_orders(pp, num_microbatches)
+    if num_microbatches >= 2 * pp - 1:
+        return regular
+    costs = costs or ((1, 1, 1),) * (2 * pp)
+    times, free = _relative(costs), _free_hops(pp)
+    return min(_greedy(pp, num_microbatches, costs), regular, key=lambda orders: _replay(orders, pp, times, free))
+
+
+def _greedy(pp: int, num_microbatches: int, costs: StageCosts) -> tuple[tuple[Op, ...], ...]:
     equal = ((1, 1, 1),) * (2 * pp)
-    if costs is None:
-        return _made_for(equal, pp, num_microbatches)
     mean = tuple(max(1, round(sum(column) / len(column))) for column in zip(*costs, strict=True))
     for tried in (costs, (mean,) * (2 * pp)):
         made = _made_for(tried, pp, num_microbatches)
@@ -176,10 +185,17 @@ def zbv_orders(pp: int, num_microbatches: int, costs: StageCosts | None = None) 
     return _made_for(equal, pp, num_microbatches)
 
 
-def _made_for(costs: Sequence[Sequence[int]], pp: int, num_microbatches: int) -> tuple[tuple[Op, ...], ...]:
+def _relative(costs: StageCosts) -> StageTimes:
     forward, inputs, weights = zip(*costs, strict=True)
-    free = _Hops((0.0,) * (2 * pp - 1), 0.0)
-    made = _simulate(pp, num_microbatches, StageTimes(forward, inputs, weights), free)
+    return StageTimes(forward, inputs, weights)
+
+
+def _free_hops(pp: int) -> _Hops:
+    return _Hops((0.0,) * (2 * pp - 1), 0.0)
+
+
+def _made_for(costs: StageCosts, pp: int, num_microbatches: int) -> tuple[tuple[Op, ...], ...]:
+    made = _simulate(pp, num_microbatches, _relative(costs), _free_hops(pp))
     return tuple(tuple(rank.order) for rank in made.ranks)
 
 
