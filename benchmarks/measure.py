@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import time
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -52,6 +53,37 @@ def measure_layout(case: Case, warm_up: int, steps: int, profile: bool = False) 
     return record
 
 
+def measure_peer(case: Case, name: str, warm_up: int, steps: int) -> dict[str, Any]:
+    """Time another system on this rank, on the same work in one microbatch.
+
+    Args:
+        case: Shape, sequences of a rank, and sequence length.
+        name: One of :data:`benchmarks.peers.PEERS`.
+        warm_up: Steps before.
+        steps: Timed steps.
+
+    Returns:
+        As of :func:`measure_layout`; the loss is not known.
+    """
+    from benchmarks.peers import PEERS
+
+    device = torch.device("cuda", torch.cuda.current_device())
+    _forget(device)
+    began = time.perf_counter()
+    step = PEERS[name](case)
+    tokens = random_batch(case, device, seed=dist.get_rank()).input_ids
+    built = time.perf_counter()
+    seconds = [_seconds(lambda: step(tokens), device) for _ in range(warm_up)]
+    torch.cuda.reset_peak_memory_stats()
+    return {
+        "step_s": [_seconds(lambda: step(tokens), device) for _ in range(steps)],
+        "loss": None,
+        "build_s": built - began,
+        "first_step_s": seconds[0],
+        **_memory(device),
+    }
+
+
 def random_batch(case: Case, device: torch.device, seed: int) -> Batch:
     """Return random tokens of the size that a data-parallel rank gets; all labels count."""
     pipeline = case.plan.pipeline
@@ -87,14 +119,20 @@ def profile_step(step: Any) -> dict[str, Any]:
 
 
 def _timed_step(engine: Engine, batches: list[Batch], step: int, device: torch.device) -> tuple[float, float]:
+    losses: list[float] = []
+    seconds = _seconds(lambda: losses.append(engine.train_step(batches[step % len(batches)], step).loss), device)
+    return seconds, losses[0]
+
+
+def _seconds(work: Callable[[], object], device: torch.device) -> float:
     if device.type == "cuda":
         torch.cuda.synchronize()
     dist.barrier()
     began = time.perf_counter()
-    loss = engine.train_step(batches[step % len(batches)], step).loss
+    work()
     if device.type == "cuda":
         torch.cuda.synchronize()
-    return time.perf_counter() - began, loss
+    return time.perf_counter() - began
 
 
 def _memory(device: torch.device) -> dict[str, float]:

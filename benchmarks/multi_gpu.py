@@ -189,6 +189,10 @@ def _options(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--microbatch-tokens", type=int, default=16384, help="of a GPU (default: %(default)s)")
     parser.add_argument("--steps", type=int, default=4, help="timed steps, medians (default: %(default)s)")
     parser.add_argument("--parity-steps", type=int, default=10, help="steps of a parity case (default: %(default)s)")
+    parser.add_argument("--profile", action="store_true", help="add the kernels of a step to every speed")
+    parser.add_argument(
+        "--peers", nargs="+", choices=("torchtitan",), default=[], help="measured over the GPUs as well"
+    )
     parser.add_argument("--compile-parity", action="store_true", help="parity with compiled layers")
     parser.add_argument("--precisions", nargs="+", choices=("fp32", "bf16"), default=["fp32", "bf16"], help="of parity")
     parser.add_argument("--share", type=float, default=1.0, help="of a model's batch, same microbatches (default: all)")

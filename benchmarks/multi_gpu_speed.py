@@ -8,7 +8,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from statistics import median
 from typing import Any
 
-from benchmarks.measure import measure_layout
+from benchmarks.measure import measure_layout, measure_peer
 from benchmarks.workload import LLAMA_7B, PEAK_TFLOPS, TINY, flops_per_token, work_case
 from hpjob.core.errors import HpjobError
 from hpjob.plan.hardware import Hardware, hardware_of
@@ -54,6 +54,7 @@ def speed(
                 record["of_one_gpu"] = record["tokens_per_s_per_gpu"] / bases[tokens, size]
                 record |= _bound(case)
             yield record
+        yield from (_measured_peer(pool, name, seq, options) for name in options.peers)
 
 
 def _case(
@@ -85,11 +86,25 @@ def _measured(pool: ProcessPool, name: str, case: Case, options: argparse.Namesp
     plan = case.plan
     record: dict[str, Any] = {"layout": name, "seq": plan.seq_length, "plan": plan.summary, "recompute": plan.recompute}
     try:
-        ranks = pool.run(measure_layout, case, 2, options.steps, world=case.world)
+        ranks = pool.run(measure_layout, case, 2, options.steps, options.profile, world=case.world)
     except (WorkerError, HpjobError) as error:
         return record | {"failed": str(error)[-1500:]}
     record |= figures(ranks, case)
+    if options.profile:
+        record["profile"] = ranks[0]["profile"]
     return record | _prediction(case, record["median_step_s"])
+
+
+def _measured_peer(pool: ProcessPool, name: str, seq: int, options: argparse.Namespace) -> dict[str, Any]:
+    """Measure another system, which spreads the model over all ranks in its own way, beside our data parallelism."""
+    case, _ = _case(f"dp_size={options.gpus} zero_stage=3", seq, options)
+    record: dict[str, Any] = {"layout": name, "seq": seq}
+    if case.plan.pipeline.num_microbatches > 1:
+        return record | {"refused": ["it runs all tokens at once: give --microbatch-tokens as many as a step has"]}
+    try:
+        return record | figures(pool.run(measure_peer, case, name, 2, options.steps, world=case.world), case)
+    except (WorkerError, HpjobError) as error:
+        return record | {"failed": str(error)[-1500:]}
 
 
 def figures(ranks: Sequence[Mapping[str, Any]], case: Case) -> dict[str, Any]:

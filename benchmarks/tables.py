@@ -60,12 +60,17 @@ def _speed(record: Mapping[str, Any]) -> str:
             _share(row.get("schedule_bound")),
             f"{row['mfu']:.1%}",
             f"{max((gib or 0.0) for gib in row['peak_reserved_gib']):.0f}",
-            f"{row['predicted_gib']:.0f}" if "predicted_gib" in row else "",
-            f"{row['predicted_s']:.3f} s",
-            f"{row['predicted_error']:+.1%}",
+            *_prediction(row),
         )
         lines.append(f"| {' | '.join(cells)} |")
     return "\n".join(lines) if len(lines) > 2 else ""
+
+
+def _prediction(row: Mapping[str, Any]) -> tuple[str, str, str]:
+    """Return memory, step and error; nothing of other systems."""
+    if "predicted_s" not in row:
+        return "", "", ""
+    return f"{row['predicted_gib']:.0f}", f"{row['predicted_s']:.3f} s", f"{row['predicted_error']:+.1%}"
 
 
 def _models(record: Mapping[str, Any]) -> str:

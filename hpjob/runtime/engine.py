@@ -26,8 +26,9 @@ from hpjob.runtime.optimizer.adamw import AdamW, copy_local
 from hpjob.runtime.optimizer.gradients import add_gradients, local_squared_norm, sum_gradients
 from hpjob.runtime.optimizer.loss_scale import LossScale
 from hpjob.runtime.optimizer.schedule import learning_rate
-from hpjob.runtime.parallel.data import COMPUTE_DTYPE, GradientSync, needs_fsdp, shard_stage
+from hpjob.runtime.parallel.data import COMPUTE_DTYPE, GradientSync, fsdp_units, needs_fsdp, shard_stage
 from hpjob.runtime.parallel.fp8 import Fp8Product
+from hpjob.runtime.parallel.sharded_sums import sharded_sums
 from hpjob.runtime.parallel.tensor_region import TensorRegion
 from hpjob.runtime.parallel.vocabulary import IGNORED_LABEL
 from hpjob.runtime.pipeline.executor import Head, Microbatch, PipelineExecutor
@@ -283,10 +284,13 @@ class Engine:
             stage.multiply_in_fp8(Fp8Product(self._device))
         if plan.pipeline.num_microbatches > 1:
             stage.sum_weight_gradients({p.parameter: p.master for p in own if p.master is not None})
-        if compiles_layers(plan, recipe, self._device):
-            compile_stage(stage)
+            if plan.zero_stage <= 1:
+                stage.sum_weight_gradients(sharded_sums(fsdp_units(stage)))
         queue = WeightGradientQueue() if self._schedule.defers_weights else None
-        stage.defer_weight_gradients(queue)
+        if queue is not None:
+            stage.defer_weight_gradients(queue)
+        if compiles_layers(plan, recipe, self._device):
+            compile_stage(stage, keeps_products=queue is not None)
         return stage, GradientSync(stage, plan, own), queue
 
     def _sum_tied_gradients(self) -> None:

@@ -10,6 +10,8 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
+from hpjob.runtime.weight_sums import ProductReceiver
+
 DeferWeightGradients = Callable[[Sequence[Tensor], Callable[[], tuple[Tensor, ...]]], None]
 """Called in the backward pass with the weights and a function that computes their gradients. That function is to be
 called once, later, in the same order on all ranks that share the layer, since it may communicate; autograd itself
@@ -28,6 +30,10 @@ class GradientTarget:
     parameter: nn.Parameter
     rows: slice | None = None
 
+    def add_product(self, gradient: Tensor, inputs: Tensor) -> None:
+        """Add the gradient of a linear layer's weight; (tokens, outputs) and (tokens, inputs)."""
+        self.add(gradient.t() @ inputs)
+
     def add(self, gradient: Tensor) -> None:
         """Add to the parameter's gradient."""
         parameter = self.parameter
@@ -37,17 +43,22 @@ class GradientTarget:
             gradient = whole
         if parameter.grad is not None:
             _local(parameter.grad).add_(gradient)
-        elif isinstance(parameter, DTensor):
-            parameter.grad = DTensor.from_local(
-                gradient,
-                parameter.device_mesh,
-                parameter.placements,
-                run_check=False,
-                shape=parameter.shape,
-                stride=parameter.stride(),
-            )
         else:
-            parameter.grad = gradient
+            parameter.grad = whole_like(parameter, gradient)
+
+
+def whole_like(parameter: nn.Parameter, local: Tensor) -> Tensor:
+    """Describe this rank's part of a gradient like the parameter."""
+    if not isinstance(parameter, DTensor):
+        return local
+    return DTensor.from_local(
+        local,
+        parameter.device_mesh,
+        parameter.placements,
+        run_check=False,
+        shape=parameter.shape,
+        stride=parameter.stride(),
+    )
 
 
 def _local(tensor: Tensor) -> Tensor:
@@ -77,12 +88,34 @@ class WeightGradientQueue:
                 for target, gradient in zip(targets, compute(), strict=True):
                     target.add(gradient)
 
-            self._waiting[self._microbatch].append(run)
+            self.put_off(run)
 
         return defer
+
+    def put_off(self, compute: Callable[[], None]) -> None:
+        """Keep what is to be computed with the weight gradients of the microbatch that is open."""
+        self._waiting[self._microbatch].append(compute)
 
     def run(self, microbatch: int) -> None:
         """Compute what a microbatch's backward pass put off."""
         with torch.no_grad():
             for compute in self._waiting.pop(microbatch, []):
                 compute()
+
+
+class PutOffProducts:
+    """Leaves products of gradients and inputs to a queue; the tensors must not change until it runs.
+
+    Args:
+        queue: Where they wait.
+        total: Returns what they are added to; asked in the backward pass, when FSDP2 has whole parameters in place.
+    """
+
+    def __init__(self, queue: WeightGradientQueue, total: Callable[[], ProductReceiver]) -> None:
+        self._queue = queue
+        self._total = total
+
+    def add_product(self, gradient: Tensor, inputs: Tensor) -> None:
+        """Add ``gradient^T inputs`` when the queue runs; (tokens, outputs) and (tokens, inputs)."""
+        total = self._total()
+        self._queue.put_off(lambda: total.add_product(gradient, inputs))

@@ -27,35 +27,42 @@ def wants_compile(recipe: Recipe, device: torch.device) -> bool:
 
 
 def compiles_layers(plan: Plan, recipe: Recipe, device: torch.device) -> bool:
-    """Whether :func:`compile_stage` can be used: products in parts and deferred gradients cannot be traced."""
-    traceable = plan.sequence_parallelism_mode != "ring" and plan.pipeline.style != "zbv"
+    """Whether :func:`compile_stage` can be used: products in parts cannot be traced, nor gathers that are put off."""
+    mode = plan.sequence_parallelism_mode
+    traceable = mode != "ring" and (mode != "split_gather" or plan.pipeline.style != "zbv")
     return traceable and wants_compile(recipe, device)
 
 
-def compile_stage(stage: DecoderStage) -> None:
+def compile_stage(stage: DecoderStage, *, keeps_products: bool = False) -> None:
     """Compile the decoder layers, the last norm and the loss of a stage, in place and without graph breaks.
 
     Of a layer with experts the other modules are compiled, one graph each, attention only without tensor
     parallelism: how many tokens an expert gets is different every time, and FSDP2's hooks on experts stay outside.
+
+    Args:
+        stage: Its layers are in their places already.
+        keeps_products: Gradients and inputs of linear layers are kept beyond the backward pass that made them.
     """
+    # The compiler does not know that they are kept, so it must not write anything else where they lie.
+    options = {"allow_buffer_reuse": False, "inplace_buffers": False} if keeps_products else None
     for layer in stage.decoder_layers:
         if stage.expert_block is None:
-            _compile_forward(layer)
+            _compile_forward(layer, options)
         else:
-            _compile_around_experts(layer, layer.get_submodule(stage.expert_block))
+            _compile_around_experts(layer, layer.get_submodule(stage.expert_block), options)
     if stage.part.is_last:
-        _compile_forward(stage.model.norm)
+        _compile_forward(stage.model.norm, options)
         stage.loss_sum = torch.compile(stage.loss_sum, fullgraph=True, dynamic=False)  # type: ignore[method-assign]
 
 
-def _compile_around_experts(layer: nn.Module, block: nn.Module) -> None:
+def _compile_around_experts(layer: nn.Module, block: nn.Module, options: dict[str, Any] | None) -> None:
     modules = [module for module in layer.children() if module is not block]
     modules += [module for module in block.children() if not isinstance(module, ExpertParallelExperts)]
     for module in modules:
         # Hooks at the edges of a tensor-parallel region would be a graph apart from the products that they prepare.
         if not module._forward_pre_hooks:
-            _compile_forward(module)
+            _compile_forward(module, options)
 
 
-def _compile_forward(module: Any) -> None:
-    module.forward = torch.compile(module.forward, fullgraph=True, dynamic=False)
+def _compile_forward(module: Any, options: dict[str, Any] | None) -> None:
+    module.forward = torch.compile(module.forward, fullgraph=True, dynamic=False, options=options)

@@ -28,7 +28,7 @@ from hpjob.runtime.parallel.vocabulary import VocabularyParallelEmbedding, cross
 from hpjob.runtime.sequence.attention_interface import AttentionKernel, install_attention
 from hpjob.runtime.sequence.split_gather import gather_linear
 from hpjob.runtime.weight_gradients import WeightGradientQueue
-from hpjob.runtime.weight_sums import GradientSum
+from hpjob.runtime.weight_sums import ProductReceiver
 
 EMBEDDING = "model.embed_tokens.weight"
 HEAD = "lm_head.weight"
@@ -114,13 +114,15 @@ class DecoderStage(nn.Module):
         with device:
             self.rotary = self._family.rotary(self._config)
 
-    def defer_weight_gradients(self, queue: WeightGradientQueue | None) -> None:
-        """Let all linear layers leave their weight gradients to a queue; None = compute them at once."""
+    def defer_weight_gradients(self, queue: WeightGradientQueue) -> None:
+        """Let all linear layers and experts leave their weight gradients to a queue."""
         for module in self.modules():
-            if isinstance(module, DeferringLinear | ExpertParallelExperts):
+            if isinstance(module, DeferringLinear):
+                module.put_off_gradients(queue)
+            elif isinstance(module, ExpertParallelExperts):
                 module.queue = queue
 
-    def sum_weight_gradients(self, sums: Mapping[nn.Parameter, GradientSum]) -> None:
+    def sum_weight_gradients(self, sums: Mapping[nn.Parameter, ProductReceiver]) -> None:
         """Let linear layers add the gradients of these weights to their sums in the backward pass."""
         for module in self.modules():
             if isinstance(module, DeferringLinear) and module.weight in sums:

@@ -40,13 +40,21 @@ class MasterWeight:
             gradient: Of the layer's outputs, (tokens, outputs).
             inputs: (tokens, inputs).
         """
-        if not multiplies_to_single(gradient.device, gradient.dtype):
-            self.add(gradient.t() @ inputs)
-        elif self.gradient is None:
-            self.gradient = torch.mm(gradient.t(), inputs, out_dtype=torch.float32)
+        if multiplies_to_single(gradient.device, gradient.dtype):
+            self.gradient = add_single_product(self.gradient, gradient, inputs)
         else:
-            self.gradient = self.gradient.float()
-            torch.addmm(self.gradient, gradient.t(), inputs, out_dtype=torch.float32, out=self.gradient)
+            self.add(gradient.t() @ inputs)
+
+
+def add_single_product(total: Tensor | None, gradient: Tensor, inputs: Tensor) -> Tensor:
+    """Return ``total + gradient^T inputs`` in fp32, in the memory of an fp32 total; None = zero.
+
+    Needs :func:`multiplies_to_single`.
+    """
+    if total is None:
+        return torch.mm(gradient.t(), inputs, out_dtype=torch.float32)
+    total = total.float()
+    return torch.addmm(total, gradient.t(), inputs, out_dtype=torch.float32, out=total)
 
 
 @cache

@@ -9,12 +9,10 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.autograd import Function
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
 
@@ -22,8 +20,8 @@ from hpjob.runtime.parallel.fp8 import Fp8Product
 from hpjob.runtime.parallel.region import chunk_bounds
 from hpjob.runtime.parallel.tensor_region import TensorRegion
 from hpjob.runtime.sequence.split_gather import BlockInput, gather_linear, linear_reduce_scatter
-from hpjob.runtime.weight_gradients import DeferWeightGradients, GradientTarget, WeightGradientQueue
-from hpjob.runtime.weight_sums import GradientSum, sum_gradients_of, summing_linear
+from hpjob.runtime.weight_gradients import GradientTarget, PutOffProducts, WeightGradientQueue
+from hpjob.runtime.weight_sums import ProductReceiver, handing_linear, number_of
 
 
 def local_tensor(parameter: Tensor) -> Tensor:
@@ -51,35 +49,19 @@ def cut_parameter(shape: tuple[int, ...], dim: int, tp_mesh: DeviceMesh) -> nn.P
     return nn.Parameter(described)
 
 
-class _DeferredLinear(Function):
-    """``x W^T`` whose backward pass leaves the weight gradient to a queue."""
-
-    @staticmethod
-    def forward(ctx: Any, inputs: Tensor, weight: Tensor, defer: DeferWeightGradients) -> Tensor:
-        ctx.save_for_backward(inputs, weight)
-        ctx.defer = defer
-        return F.linear(inputs, weight)
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None]:
-        inputs, weight = ctx.saved_tensors
-        gradient = gradients[0]
-        ctx.defer([weight], lambda: (gradient.flatten(0, -2).t() @ inputs.flatten(0, -2),))
-        return gradient @ weight, None, None
-
-
 class DeferringLinear(nn.Module, ABC):
     """A linear layer whose weight gradients a pipeline schedule may compute later.
 
     Attributes:
-        queue: Set where they are put off; None = autograd computes them.
+        queue: Set where they are put off; None = they are not.
         fp8: Multiplies in 8 bits; None = in the dtype of the inputs.
-        sums_gradients: The backward pass adds the weight's gradient to its sum itself.
+        receiver: Takes the weight's gradient in place of autograd, where the weight is multiplied with as a whole.
     """
 
     queue: WeightGradientQueue | None = None
     fp8: Fp8Product | None = None
-    sums_gradients: bool = False
+    receiver: ProductReceiver | None = None
+    _number: Tensor | None = None
     weight: nn.Parameter
     bias: nn.Parameter | None
 
@@ -92,29 +74,28 @@ class DeferringLinear(nn.Module, ABC):
     def used_weight(self) -> Tensor:
         """What this rank multiplies with, (outputs, inputs)."""
 
-    def product(self, inputs: Tensor) -> Tensor:
-        """Return ``x W^T``, without the bias."""
-        if self.fp8 is not None:
-            return self.fp8(inputs, self.used_weight())
-        if self.queue is None:
-            return self.linear(inputs)
-        defer = self.queue.defer_for(self.targets)
-        product: Tensor = _DeferredLinear.apply(inputs, self.used_weight(), defer)  # type: ignore[no-untyped-call]
-        return product
-
-    def linear(self, inputs: Tensor, bias: Tensor | None = None) -> Tensor:
-        """Return ``x W^T + b``, with the weight's gradient made in the backward pass."""
+    def product(self, inputs: Tensor, bias: Tensor | None = None) -> Tensor:
+        """Return ``x W^T + b``."""
         weight = self.used_weight()
-        if self.sums_gradients and inputs.requires_grad and weight.requires_grad:
-            return summing_linear(inputs, weight, bias)
+        if self.fp8 is not None:
+            product = self.fp8(inputs, weight)
+            return product if bias is None else product + bias
+        if self._number is not None and inputs.requires_grad and weight.requires_grad:
+            return handing_linear(inputs, weight, self._number, bias)
         return F.linear(inputs, weight, bias)
 
-    def sum_gradients(self, total: GradientSum) -> None:
-        """Add gradients of the weight to a sum from now on, where it is multiplied with as a whole."""
-        weight = self.used_weight().detach()
-        self.sums_gradients = self.targets[0].rows is None and weight.numel() > 0
-        if self.sums_gradients:
-            sum_gradients_of(weight, total)
+    def sum_gradients(self, total: ProductReceiver) -> None:
+        """Add gradients of the weight to a sum from now on; those of a part of its rows go the usual way."""
+        if self.targets[0].rows is None and self.used_weight().numel() > 0:
+            self._hand_to(total)
+
+    def put_off_gradients(self, queue: WeightGradientQueue) -> None:
+        """Leave gradients of the weight to a queue from now on; it adds them to the sum, if there is one."""
+        self.queue, total = queue, self.receiver
+        self._hand_to(PutOffProducts(queue, lambda: total or self.targets[0]))
+
+    def _hand_to(self, receiver: ProductReceiver) -> None:
+        self.receiver, self._number = receiver, number_of(receiver)
 
 
 class GatheredLinear(DeferringLinear):
@@ -133,9 +114,9 @@ class GatheredLinear(DeferringLinear):
     def forward(self, inputs: Tensor) -> Tensor:
         """Map (..., in_features) to (..., this rank's outputs)."""
         bias = self.used_bias()
-        if self.ready is None and self.queue is None and self.fp8 is None:
-            return self.linear(inputs, bias)
-        product, self.ready = self.product(inputs) if self.ready is None else self.ready, None
+        if self.ready is None:
+            return self.product(inputs, bias)
+        product, self.ready = self.ready, None
         return product if bias is None else product + bias
 
 

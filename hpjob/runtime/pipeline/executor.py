@@ -196,7 +196,7 @@ class PipelineExecutor:
         state = self._stages[action.stage]
         received = self._take_input(action)
         if received is not None:
-            received.requires_grad_(True)
+            received.requires_grad_(torch.is_grad_enabled())
         inputs = microbatch.input_ids if received is None else received
         output = state.module(inputs, microbatch.position_ids, microbatch.document_ids)
         if state.module.part.is_last:

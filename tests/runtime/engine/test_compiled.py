@@ -14,6 +14,7 @@ from hpjob.runtime.mesh import build_mesh
 from hpjob.runtime.parity.case import Case, parse_case
 from hpjob.runtime.parity.data import global_batch, rank_batch
 from hpjob.runtime.rehearsal.fake_world import fake_world
+from tests.support.alone import AloneEngine
 
 # torch looks at gradients of what it traces.
 pytestmark = pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning")
@@ -21,6 +22,7 @@ pytestmark = pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor 
 SMALL = "num_hidden_layers=2 hidden_size=32 intermediate_size=48 vocab_size=96 seq_length=16 num_microbatches=2"
 RING = "sp_size=2 sequence_parallelism_mode=ring_attn"
 ALL_TO_ALL = "sp_size=2 sequence_parallelism_mode=all_to_all"
+ZBV = "pp_size=2 pp_style=zbv num_model_chunks=2 num_hidden_layers=4"
 MOE = "num_experts=4 num_experts_per_tok=2 moe_intermediate_size=16"
 
 
@@ -29,7 +31,7 @@ def traced_only(monkeypatch: pytest.MonkeyPatch) -> None:
     """Graphs run as they were traced, without a compiler of kernels."""
     compile_function = torch.compile
 
-    def traced(model: Any, **settings: Any) -> Any:
+    def traced(model: Any, *, options: object = None, **settings: Any) -> Any:
         return compile_function(model, backend="aot_eager", **settings)
 
     monkeypatch.setattr(torch, "compile", traced)
@@ -45,7 +47,8 @@ def gradients_and_graphs(case: Case) -> tuple[dict[str, Tensor], list[float], li
     counters.clear()
     losses, graphs = [], []
     with fake_world(0, case.world):
-        engine = Engine(case.plan, case.recipe, build_mesh(case.plan, "cpu"), torch.device("cpu"))
+        torch.manual_seed(1)
+        engine = AloneEngine(case.plan, case.recipe, build_mesh(case.plan, "cpu"), torch.device("cpu"))
         batch = rank_batch(global_batch(case.recipe, 1, case.documents), 0, case.plan.degrees.dp)
         for _ in range(2):
             losses.append(engine.accumulate_gradients(batch)[0].item())
@@ -68,6 +71,7 @@ LAYER, NORM, ATTENTION, ROUTER, LOSS = 1, 1, 1, 1, 1
         (f"{RING} recompute=full", LAYER + NORM + LOSS),
         (f"{RING} recompute=selective documents=2", LAYER + NORM + LOSS),
         (f"{RING} sp_size=4 gpus_per_node=2 dp_size=2 zero_stage=3", LAYER + NORM + LOSS),
+        (f"{ZBV} dp_size=2 zero_stage=1", LAYER + NORM + LOSS),
         (f"{ALL_TO_ALL} recompute=full every_kth_layer=2", LAYER + NORM + LOSS),
         (f"{ALL_TO_ALL} recompute=selective documents=2", LAYER + NORM + LOSS),
         (f"{RING} model_type=mixtral {MOE}", NORM + ATTENTION + ROUTER + LOSS),
@@ -90,7 +94,10 @@ def test_one_set_of_graphs_serves_all_layers_and_microbatches(text: str, expecte
 
 @pytest.mark.parametrize(
     "text",
-    ["tp_size=2 sequence_parallelism_mode=ring", "pp_size=2 pp_style=zbv num_model_chunks=2 num_hidden_layers=4"],
+    [
+        "tp_size=2 sequence_parallelism_mode=ring",
+        f"{ZBV} tp_size=2 enable_sequence_parallelism=true sequence_parallelism_mode=split_gather",
+    ],
 )
 def test_what_cannot_be_traced_stays_as_it_is(text: str) -> None:
     case = case_of(text, compiled=True)

@@ -2,21 +2,28 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor
 from torch._dynamo.backends.debugging import aot_eager
 
-from hpjob.runtime.engine import Engine
 from hpjob.runtime.mesh import build_mesh
 from hpjob.runtime.model.stage import DecoderStage
+from hpjob.runtime.optimizer import master
 from hpjob.runtime.optimizer.master import MasterWeight
+from hpjob.runtime.parallel import sharded_sums
 from hpjob.runtime.parity.case import parse_case
 from hpjob.runtime.parity.data import global_batch, rank_batch
 from hpjob.runtime.rehearsal.fake_world import fake_world
+from tests.support.alone import AloneEngine
+
+# torch looks at gradients of what it traces.
+pytestmark = pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning")
 
 LAYERS, LINEARS = 3, 7
 SMALL = f"num_hidden_layers={LAYERS} hidden_size=32 intermediate_size=48 vocab_size=96 seq_length=16"
@@ -27,7 +34,8 @@ def gradients(text: str, steps: int = 2) -> dict[str, Tensor]:
     """Gradients of the last of some steps of rank 0, which the others' part is missing from."""
     case = parse_case(f"{SMALL} {text}", world=None, steps=steps, model_type="llama")
     with fake_world(0, case.world):
-        engine = Engine(case.plan, case.recipe, build_mesh(case.plan, "cpu"), torch.device("cpu"))
+        torch.manual_seed(1)
+        engine = AloneEngine(case.plan, case.recipe, build_mesh(case.plan, "cpu"), torch.device("cpu"))
         for step in range(1, steps + 1):
             engine.accumulate_gradients(rank_batch(global_batch(case.recipe, step), 0, case.plan.degrees.dp))
         return {p.name: p.local_gradient.float() for p in engine.parameters if p.local_gradient is not None}
@@ -70,7 +78,7 @@ def graphs(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
         return aot_eager(graph, inputs)
 
     monkeypatch.setattr(
-        torch, "compile", lambda function, **options: compile_with(function, backend=backend, **options)
+        torch, "compile", lambda function, *, options=None, **more: compile_with(function, backend=backend, **more)
     )
     torch._dynamo.reset()
     return found
@@ -87,6 +95,8 @@ def distance(found: dict[str, Tensor], expected: dict[str, Tensor]) -> float:
     [
         ("precision=bf16 recompute=full tie_word_embeddings=true", 3 * LAYERS * LINEARS),
         ("precision=bf16 recompute=selective model_type=qwen2", 3 * (LAYERS * LINEARS + 1)),
+        # Weight gradients wait, two of the four layers and the head are this rank's.
+        ("precision=bf16 pp_size=2 pp_style=zbv num_model_chunks=2 num_hidden_layers=4", 3 * (2 * LINEARS + 1)),
         # Each rank has a slice of whole key and value projections.
         ("precision=fp16 initial_scale=256 tp_size=4", 3 * (LAYERS * (LINEARS - 2) + 1)),
     ],
@@ -105,7 +115,6 @@ def test_sums_are_those_of_a_pass_of_its_own(
 @pytest.mark.parametrize(
     "text",
     [
-        "precision=bf16 num_microbatches=2 pp_size=2 pp_style=zbv num_model_chunks=2 num_hidden_layers=4",
         "precision=bf16 num_microbatches=2 dp_size=2 zero_stage=1",
         "precision=bf16 num_microbatches=1",
         "precision=fp32 num_microbatches=2",
@@ -116,7 +125,6 @@ def test_other_gradients_are_added_as_they_were(text: str, products: list[torch.
     assert not products
 
 
-@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")
 @pytest.mark.parametrize("more", ["recompute=full tie_word_embeddings=true", "recompute=selective"])
 def test_one_graph_serves_all_compiled_layers(
     more: str, apart: Callable[..., dict[str, Tensor]], products: list[torch.Size], graphs: list[Any]
@@ -126,6 +134,65 @@ def test_one_graph_serves_all_compiled_layers(
     assert len(graphs) == 3  # a layer, the last norm, the loss
     assert len(products) == 2 * 3 * (LAYERS * LINEARS + ("tie" not in more))
     assert distance(found, apart(text)) < 1e-6
+
+
+@pytest.fixture
+def multiplied(monkeypatch: pytest.MonkeyPatch) -> list[torch.Size]:
+    """Shapes of products that were added up in fp32, as a GPU does and a CPU cannot."""
+    found: list[torch.Size] = []
+
+    def add(total: Tensor | None, gradient: Tensor, inputs: Tensor) -> Tensor:
+        product = gradient.float().t() @ inputs.float()
+        found.append(product.shape)
+        return product if total is None else total.add_(product)
+
+    for module in (master, sharded_sums):
+        monkeypatch.setattr(module, "multiplies_to_single", lambda *_: True)
+        monkeypatch.setattr(module, "add_single_product", add)
+    return found
+
+
+@pytest.mark.parametrize(
+    ("text", "straight"),
+    [
+        ("dp_size=2 zero_stage=1", 3 * (LAYERS * LINEARS + 1)),
+        ("dp_size=2 zero_stage=0 recompute=full", 3 * (LAYERS * LINEARS + 1)),
+        ("tp_size=2 dp_size=2 zero_stage=1 enable_jit_fused=true", 3 * (LAYERS * LINEARS + 1)),
+        ("pp_size=2 pp_style=zbv num_model_chunks=2 num_hidden_layers=4 dp_size=2", 3 * (2 * LINEARS + 1)),
+        # Reduced after every microbatch, so there is no sum.
+        ("dp_size=2 zero_stage=2", 0),
+        ("dp_size=2 zero_stage=3", 0),
+    ],
+)
+def test_products_go_straight_to_the_sums_that_are_reduced(
+    text: str, straight: int, graphs: list[Any], multiplied: list[torch.Size]
+) -> None:
+    assert gradients(f"precision=bf16 num_microbatches=3 {text}", steps=1)
+    assert len(multiplied) == straight
+
+
+def test_sums_that_are_reduced_have_the_numbers_of_a_pass_of_its_own(
+    apart: Callable[[str], dict[str, Tensor]], multiplied: list[torch.Size], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With FSDP2 over the one rank there is, whose collectives are real."""
+    monkeypatch.setattr("tests.runtime.engine.test_weight_sums.fake_world", lonely_world)
+    text = "precision=bf16 num_microbatches=3 cpu_offload=true zero_stage=1"
+    found = gradients(text)
+    assert len(multiplied) == 2 * 3 * (LAYERS * LINEARS + 1)
+    expected = apart(text)
+    assert found.keys() == expected.keys()
+    # Once rounded to bf16, once not.
+    assert 0.0 < distance(found, expected) < 0.01
+
+
+@contextmanager
+def lonely_world(rank: int, world: int) -> Iterator[None]:
+    """A process group of one rank."""
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=rank, world_size=world)
+    try:
+        yield
+    finally:
+        dist.destroy_process_group()
 
 
 def test_a_lost_microbatch_would_be_noticed(
