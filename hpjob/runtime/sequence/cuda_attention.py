@@ -68,9 +68,9 @@ class CudnnBackend(AttentionBackend):
 
     def _forward(self, q: Tensor, k: Tensor, v: Tensor, settings: BlockSettings) -> tuple[Tensor, Tensor]:
         out, lse, *_ = torch.ops.aten._scaled_dot_product_cudnn_attention(
-            q.contiguous(),
-            k.contiguous(),
-            v.contiguous(),
+            _readable(q),
+            _readable(k),
+            _readable(v),
             None,
             True,
             0.0,
@@ -86,11 +86,11 @@ class CudnnBackend(AttentionBackend):
     ) -> Gradients:
         no_dropout_state = torch.zeros((), dtype=torch.int64, device=q.device)
         grad_q, grad_k, grad_v = torch.ops.aten._scaled_dot_product_cudnn_attention_backward(
-            grad_out.contiguous(),
-            q.contiguous(),
-            k.contiguous(),
-            v.contiguous(),
-            out.contiguous(),
+            _readable(grad_out),
+            _readable(q),
+            _readable(k),
+            _readable(v),
+            _readable(out),
             lse.reshape(*lse.shape, *self._lse_shape).contiguous(),
             no_dropout_state,
             no_dropout_state,
@@ -104,6 +104,11 @@ class CudnnBackend(AttentionBackend):
             scale=settings.scale,
         )
         return grad_q, grad_k, grad_v
+
+
+def _readable(tensor: Tensor) -> Tensor:
+    """Copy what cuDNN cannot read where it lies: it needs the numbers of a head side by side."""
+    return tensor if tensor.stride(-1) == 1 else tensor.contiguous()
 
 
 class CudaEfficientBackend(AttentionBackend):

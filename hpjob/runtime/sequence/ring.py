@@ -127,39 +127,41 @@ class GradientCourier:
     """Sums what each rank adds to the gradient of a circulating tensor and brings the sum home.
 
     ``add`` is called once a step of :func:`circulate` on the same ring; the partial sum follows its tensor one
-    step behind, so it travels while the next contribution is computed.
+    step behind, so it travels while the next contribution is computed. What arises at home does not travel.
     """
 
     def __init__(self, ring: Ring) -> None:
         self._ring = ring
         self._inner: Message | None = None
         self._outer: Message | None = None
-        self._total: Tensor | None = None
+        self._at_home: Tensor | None = None
+        self._is_first_round = True
 
     def add(self, contribution: Tensor, inner_step: int) -> None:
         """Add this rank's part for the present tensor, in place of ``contribution``."""
-        if self._inner is not None:
-            contribution += self._inner.wait()
-            self._inner = None
-        if self._ring.width > 1:
-            self._inner = self._ring.send_inner(contribution)
+        if self._at_home is None:
+            self._at_home = contribution
+        else:
+            if self._inner is not None:
+                contribution += self._inner.wait()
+            self._inner = self._ring.send_inner(contribution) if self._ring.width > 1 else None
         if inner_step + 1 == self._ring.width:
             self._end_of_inner_ring(contribution)
 
     def _end_of_inner_ring(self, contribution: Tensor) -> None:
         total = contribution if self._inner is None else self._inner.wait()
         self._inner = None
+        if self._is_first_round:
+            self._is_first_round = False
+            if self._at_home is not None and total is not self._at_home:
+                self._at_home += total
+            return
         if self._outer is not None:
             total += self._outer.wait()
-        if self._ring.num_outer_steps > 1:
-            self._outer = self._ring.send_outer(total)
-        else:
-            self._total = total
+        self._outer = self._ring.send_outer(total)
 
     def collect(self) -> Tensor:
         """Whole gradient of this rank's own tensor, after the last step."""
-        if self._outer is not None:
-            return self._outer.wait()
-        if self._total is None:
+        if self._at_home is None or self._is_first_round:
             raise RuntimeError("a gradient was collected before the ring had gone round")
-        return self._total
+        return self._at_home if self._outer is None else self._at_home.add_(self._outer.wait())

@@ -105,7 +105,7 @@ def _gradients(
     grad_out = grad_out.contiguous()
     ring = settings.ring
     sum_dtype = torch.promote_types(q.dtype, torch.float32)
-    grad_q = torch.zeros_like(q, dtype=sum_dtype, memory_format=torch.contiguous_format)
+    grad_q: Tensor | None = None
     courier = GradientCourier(ring)
     for outer_step, inner_step, (key, value) in circulate(ring, torch.stack((k, v))):
         source = ring.source(outer_step, inner_step)
@@ -119,11 +119,17 @@ def _gradients(
             lse[:, :, block.queries],
             _block_settings(settings, block, source, q),
         )
-        grad_q[:, :, block.queries] += part_q
-        contribution = torch.zeros((2, *k.shape), dtype=sum_dtype, device=k.device)
-        contribution[0, :, :, block.keys] = part_k
-        contribution[1, :, :, block.keys] = part_v
+        if grad_q is None:
+            # A rank's first block is that of its own keys, all queries and keys.
+            grad_q = part_q.to(sum_dtype, memory_format=torch.contiguous_format, copy=True)
+        else:
+            grad_q[:, :, block.queries] += part_q
+        contribution = torch.empty((2, *k.shape), dtype=sum_dtype, device=k.device)
+        contribution[0, :, :, block.keys], contribution[1, :, :, block.keys] = part_k, part_v
+        contribution[:, :, :, part_k.shape[2] :] = 0
         courier.add(contribution, inner_step)
+    if grad_q is None:
+        raise RuntimeError("a ring has at least one step")
     return grad_q.to(q.dtype), courier.collect().to(k.dtype)
 
 
