@@ -42,6 +42,7 @@ class Framework:
     shard_bytes: float
     wgrad_bytes: float
     sharded_wgrad_bytes: float
+    sharded_from_zero: Literal[1, 2]
     dp_overlap: float
     tp_overlap: float
     pp_overlap: float
@@ -61,6 +62,10 @@ class Framework:
     sharded_slack: float
     default_zero: Literal[0, 1, 2, 3]
     interleaves: bool
+
+    def gradient_traffic(self, zero: int) -> float:
+        """Return the bytes moved for a parameter and microbatch to add its gradient to a sum, at a ZeRO stage."""
+        return self.sharded_wgrad_bytes if zero >= self.sharded_from_zero else self.wgrad_bytes
 
     @property
     def is_own(self) -> bool:

@@ -56,8 +56,6 @@ class LayerModel:
         self.shape = shape
         self.hardware = hardware
         self.habits = habits
-        # Whether adding a gradient to its buffer costs another time under ZeRO.
-        self.zero_matters = habits.wgrad_bytes != habits.sharded_wgrad_bytes
         self._layers: dict[tuple[object, ...], LayerTime] = {}
         self._passes: dict[tuple[object, ...], tuple[float, float, float, float]] = {}
         self._heads: dict[tuple[object, ...], tuple[float, float, float]] = {}
@@ -88,7 +86,7 @@ class LayerModel:
             layout.ep,
             layout.sequence_mode,
             layout.tp_sharded,
-            layout.zero > 0 and self.zero_matters,
+            self.habits.gradient_traffic(layout.zero),
             self._summed(layout),
             layout.recompute,
             layout.precision,
@@ -168,7 +166,7 @@ class LayerModel:
         inputs = fsum(self._product(layout, m, k, n, b) for m, n, k, b in sizes)
         weights = fsum(self._product(layout, n, k, m, b) for m, n, k, b in sizes)
         params = fsum(n * k * b for _, n, k, b in sizes)
-        moved = self.habits.sharded_wgrad_bytes if layout.zero else self.habits.wgrad_bytes
+        moved = self.habits.gradient_traffic(layout.zero)
         weights += self.hardware.traffic(params * moved * self._summed(layout) * layout.element_bytes / 2)
         return forward, inputs, weights
 

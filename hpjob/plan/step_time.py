@@ -68,7 +68,8 @@ class StepModel:
             busy, idle_free, span, comm, first = self._pipeline(layout, simulate=True)
         else:
             # Layouts that differ only in ZeRO 0 to 2 come one after the other and share all this.
-            shares = layout.zero in (1, 2) and not self.layers.zero_matters
+            traffic = self.habits.gradient_traffic
+            shares = layout.zero in (1, 2) and traffic(layout.zero) == traffic(0)
             key = layout._replace(zero=0) if shares else layout
             if self._last is None or self._last[0] != key:
                 self._last = (key, self._pipeline(layout, simulate=False))
@@ -126,9 +127,8 @@ class StepModel:
 
         Compute is spread evenly over the stages; the bubble comes on top.
         """
-        if self.layers.zero_matters:
-            cheaper = self.habits.wgrad_bytes < self.habits.sharded_wgrad_bytes
-            layout = layout._replace(zero=0 if cheaper else 1)
+        traffic = self.habits.gradient_traffic
+        layout = layout._replace(zero=0 if traffic(0) <= traffic(2) else 2)
         key = (*self.layers.key(layout), layout.every_kth)
         work = self._known_work.get(key)
         if work is None:
@@ -316,8 +316,8 @@ def _split_dense(
 
 def _bubble_divisor(layout: Layout) -> float:
     if layout.style == "zbv":
-        # A sixth of the 1f1b bubble where the three passes take equally long; they do not quite.
-        return 5.0
+        # Where the three passes take equally long, a sixth of what 1f1b leaves idle.
+        return 6.0
     return float(layout.chunks)
 
 
