@@ -13,6 +13,9 @@ from hpjob.plan.shape import Shape
 
 _IMBALANCE = 1.08
 """Load of the fullest expert rank over the mean."""
+_MERGED_BYTES = 80.0, 160.0
+"""Moved for an element of the queries, forward and backward, by merging the blocks of our ring attention, by sums in
+fp32 and copies; on two H200 (docs/speed.md)."""
 _SOFT = 4.0
 """How sharply host and device time replace each other as the longer one."""
 _UNFUSED_FORWARD_BYTES = 13.0
@@ -254,7 +257,14 @@ class LayerModel:
         # A round hides behind the attention of the block that is there; the first one cannot.
         hidden_f, hidden_b = attention[0] * (sp - 1) / sp, attention[1] * (sp - 1) / sp
         latency = (sp - 1) * link.latency
-        return max(rounds - hidden_f, 0.0) + latency, max(2 * rounds - hidden_b, 0.0) + latency
+        forward, backward = max(rounds - hidden_f, 0.0) + latency, latency
+        if not self.habits.is_own:
+            return forward, backward + max(2 * rounds - hidden_b, 0.0)
+        # Ours travel in fp32, and nothing is left to compute while the last ones come home.
+        home = link.send(kv * 4.0 / e)
+        backward += max(rounds + (sp - 2) * home - hidden_b, 0.0) + home
+        merged = [self.hardware.traffic(layout.tokens * s.q_width / tp * moved) for moved in _MERGED_BYTES]
+        return forward + merged[0], backward + merged[1]
 
     def head(self, layout: Layout) -> tuple[float, float, float]:
         """Forward, input-gradient and weight-gradient seconds of output head and loss."""
