@@ -33,7 +33,7 @@ def preemption(spec: JobSpec, site: Site, partition: Partition | None) -> Preemp
     if site.preempt_type in {"preempt/none", "(null)", ""}:
         return Preemption(mode="never", window_s=kill_wait_s, decided_by=f"PreemptType={site.preempt_type}")
     if "qos" in site.preempt_type:
-        qos = read_qos(spec.qos) if site.accounting else None
+        qos = _qos(spec, site) if site.accounting else None
         return _by_qos(qos, site, kill_wait_s)
     if partition is None:
         return Preemption(
@@ -129,6 +129,11 @@ def _mode(text: str) -> Literal["never", "requeue", "cancel", "suspend"]:
 def _most_jobs(spec: JobSpec, site: Site) -> int | None:
     if not site.accounting:
         return None
-    qos = read_qos(spec.qos)
-    limits = [limit for limit in (read_max_submitted(), qos.max_submitted if qos is not None else None) if limit]
+    qos = _qos(spec, site)
+    own = read_max_submitted(account=spec.account, cluster=site.cluster)
+    limits = [limit for limit in (own, qos.max_submitted if qos is not None else None) if limit]
     return min(limits, default=None)
+
+
+def _qos(spec: JobSpec, site: Site) -> Qos | None:
+    return read_qos(spec.qos, account=spec.account, cluster=site.cluster)

@@ -126,12 +126,16 @@ def read_accounts() -> tuple[str, ...] | None:
     return names if result.ok and names else None
 
 
-def read_qos(name: str | None) -> Qos | None:
-    """Return a quality of service, for None the person's default; None when the site does not say."""
+def read_qos(name: str | None, *, account: str | None, cluster: str) -> Qos | None:
+    """Return a quality of service; None when the site does not say.
+
+    Args:
+        name: Of the job; None = the default of the account that the job is charged to.
+        account: That account; None = the person's default one.
+        cluster: Name of this cluster; the accounting may serve several.
+    """
     if name is None:
-        user = os.environ.get("USER") or getpass.getuser()
-        result = run_command(["sacctmgr", "-n", "-P", "show", "assoc", f"user={user}", "format=DefaultQOS"])
-        names = [line.strip() for line in result.stdout.splitlines() if line.strip()] if result.ok else []
+        names = _of_account("DefaultQOS", account, cluster)
         name = names[0] if names else "normal"
     fields = "Name,PreemptMode,GraceTime,MaxSubmitJobsPerUser"
     result = run_command(["sacctmgr", "-n", "-P", "show", "qos", f"name={name}", f"format={fields}"])
@@ -147,12 +151,19 @@ def read_qos(name: str | None) -> Qos | None:
     )
 
 
-def read_max_submitted() -> int | None:
-    """Return how many jobs this person may have waiting and running at once; None = no limit, or not said."""
-    user = os.environ.get("USER") or getpass.getuser()
-    result = run_command(["sacctmgr", "-n", "-P", "show", "assoc", f"user={user}", "format=MaxSubmitJobs"])
-    numbers = [int(line) for line in result.stdout.split() if line.isdigit()] if result.ok else []
+def read_max_submitted(*, account: str | None, cluster: str) -> int | None:
+    """Return how many jobs this person may have in an account at once; None = no limit, or not said."""
+    numbers = [int(line) for line in _of_account("MaxSubmitJobs", account, cluster) if line.isdigit()]
     return min(numbers, default=None)
+
+
+def _of_account(field: str, account: str | None, cluster: str) -> list[str]:
+    """Ask for a setting of one account of this person, for None of the default one; the others have their own."""
+    user = os.environ.get("USER") or getpass.getuser()
+    which = f"account={account}" if account else "onlydefaults"
+    words = ["show", "assoc", f"user={user}", f"cluster={cluster}", which, f"format={field}"]
+    result = run_command(["sacctmgr", "-n", "-P", *words])
+    return [line.strip() for line in result.stdout.splitlines() if line.strip()] if result.ok else []
 
 
 def slurm_time_s(text: str) -> int | None:

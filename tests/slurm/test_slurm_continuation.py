@@ -79,6 +79,34 @@ def test_preemption_by_quality_of_service(fake_slurm: FakeSlurm, qos: str, expec
     assert decided(qos="low", partition="spot")[:3] == expected
 
 
+@pytest.mark.parametrize(("account", "expected"), [(None, ("requeue", False)), ("chem", ("cancel", True))])
+def test_the_default_quality_of_service_is_that_of_the_jobs_account(
+    fake_slurm: FakeSlurm, monkeypatch: pytest.MonkeyPatch, account: str | None, expected: tuple[str, bool]
+) -> None:
+    monkeypatch.setenv("USER", "ann")
+    config(fake_slurm, accounting="slurmdbd", PreemptType="preempt/qos")
+    # As sacctmgr prints them: all accounts of a person, by name; the default one; one that is named.
+    of_ann = "sacctmgr -n -P show assoc user=ann"
+    fake_slurm.answer(of_ann, "cheap\nnormal\nspare\n")
+    fake_slurm.answer(f"{of_ann} cluster=fake onlydefaults format=DefaultQOS", "normal\n")
+    fake_slurm.answer(f"{of_ann} cluster=fake account=chem format=DefaultQOS", "cheap\n")
+    fake_slurm.answer("sacctmgr -n -P show qos name=normal", "normal|requeue|00:00:20|\n")
+    fake_slurm.answer("sacctmgr -n -P show qos name=cheap", "cheap|cancel|00:00:15|\n")
+    assert decided(account=account)[0::2] == expected
+
+
+def test_the_limit_of_another_account_does_not_count(fake_slurm: FakeSlurm, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("USER", "ann")
+    config(fake_slurm, accounting="slurmdbd")
+    of_ann = "sacctmgr -n -P show assoc user=ann"
+    fake_slurm.answer("sacctmgr", "")
+    fake_slurm.answer(of_ann, "1\n\n")
+    fake_slurm.answer(f"{of_ann} cluster=fake account=chem format=MaxSubmitJobs", "\n")
+    fake_slurm.answer(f"{of_ann} cluster=fake account=class format=MaxSubmitJobs", "1\n")
+    assert decided(partition="spot", account="chem")[2] is True
+    assert decided(partition="spot", account="class")[2] is False
+
+
 def test_a_window_that_is_too_short_is_said_with_figures(fake_slurm: FakeSlurm) -> None:
     found = preemption(SPEC, read_site(), find_partition(None, read_site()))
     assert window_note(found, step_s=10, save_s=25) is None
