@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from hpjob.cli.find_run import run_argument
-from hpjob.core.run_dir import RunDir
+from hpjob.core.run_dir import AttemptDir, RunDir
 from hpjob.core.run_records import Failure
 from hpjob.report.read import RunRecord, read_run
 from hpjob.slurm.live import Submission, current_submission, read_submissions
@@ -32,7 +32,9 @@ class RunStatus:
     def failure(self) -> Failure | None:
         """The first failing rank of the newest attempt, once that has ended."""
         attempt = self.record.last_attempt
-        return attempt.first_failure if attempt is not None and self.state != "running" else None
+        if attempt is None or self.state == "running" or self.record.newest_is_damaged:
+            return None
+        return attempt.first_failure
 
 
 def run_status(run: RunDir, known: JobState | None = None) -> RunStatus:
@@ -77,11 +79,15 @@ def _judge(record: RunRecord, job: JobState | None) -> tuple[RunState, str, str 
         case "unknown":
             return "unknown", job.words, None
     why = _stop_reason(record, job)
-    return ("lost" if job.phase == "lost" and not why else "stopped"), why or job.words, resume
+    if job.phase == "lost" and not why:
+        return "lost", ", ".join(filter(None, (job.words, _damaged_record(record)))), resume
+    return "stopped", why or job.words, resume
 
 
 def _running_words(record: RunRecord, job: JobState) -> str:
     attempt = record.last_attempt
+    if damaged := _damaged_record(record):
+        return f"{job.words}, {damaged}"
     if attempt is None or attempt.job_id != job.job_id:
         return f"{job.words}, its ranks are about to start"
     words = job.words + (f" on {', '.join(attempt.hostnames)}" if job.nodes else "")
@@ -97,7 +103,7 @@ def _stop_reason(record: RunRecord, job: JobState) -> str:
         parts.append("cancelled")
     elif job.phase == "stopped" and job.state not in {"FAILED", "ENDED"}:
         parts.append(job.words)
-    if attempt is not None and attempt.job_id == job.job_id:
+    if attempt is not None and attempt.job_id == job.job_id and not record.newest_is_damaged:
         failure = attempt.first_failure
         if failure is not None:
             parts.append(f"rank {failure.rank} on {failure.node} failed first: {first_line(failure)}")
@@ -112,12 +118,12 @@ def _stop_reason(record: RunRecord, job: JobState) -> str:
 
 def _damaged_record(record: RunRecord) -> str | None:
     """Say that the newest attempt has a record that cannot be read."""
-    newest = record.files.attempt_list()[-1:]
-    known = record.last_attempt
-    for files in newest:
-        if files.attempt_json.exists() and (known is None or known.files.path != files.path):
-            return f"attempts/{files.path.name}/{files.attempt_json.name} is damaged: what its ranks did is not known"
-    return None
+    return damaged_words(record.damaged[-1]) if record.newest_is_damaged else None
+
+
+def damaged_words(attempt: AttemptDir) -> str:
+    """Say of an attempt that its record cannot be read."""
+    return f"attempts/{attempt.path.name}/{attempt.attempt_json.name} is damaged: what its ranks did is not known"
 
 
 def first_line(failure: Failure) -> str:

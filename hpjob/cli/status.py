@@ -67,6 +67,7 @@ def as_document(current: RunStatus) -> dict[str, Any]:
         "slurm_reason": job.reason if job else None,
         "nodes": list(attempt.hostnames) if attempt else [],
         "attempts": len(record.attempts),
+        "damaged_attempts": [files.index for files in record.damaged],
         "step": last.step if last else 0,
         "total_steps": record.total_steps,
         "loss": last.loss if last and isfinite(last.loss) else None,
@@ -91,6 +92,7 @@ def as_document(current: RunStatus) -> dict[str, Any]:
 
 def as_lines(current: RunStatus) -> list[str]:
     """Return a status as text; the first failing rank and its traceback come last."""
+    from hpjob.cli.run_status import damaged_words
     from hpjob.report.timeline_text import attempt_lines
 
     record, submission = current.record, current.submission
@@ -107,6 +109,7 @@ def as_lines(current: RunStatus) -> list[str]:
     lines += _time_lines(record, account) if attempts else []
     lines.append(f"  folder      {record.files.path}")
     lines += ["", "attempts:", *attempt_lines(attempts, now)] if attempts else []
+    lines += ["", *(f"{damaged_words(files)}, nor counted above" for files in record.damaged)] if record.damaged else []
     failure, attempt = current.failure, record.last_attempt
     if failure is not None and attempt is not None:
         lines += ["", f"rank {failure.rank} on {failure.node} failed first ({failure.kind}):", ""]

@@ -95,6 +95,15 @@ class RunRecord:
     """Newest complete checkpoint, 0 = none."""
     finished: bool
     cancelled: bool
+    damaged: tuple[AttemptDir, ...] = ()
+    """Attempts whose own record cannot be read; ``attempts`` lacks them."""
+
+    @property
+    def newest_is_damaged(self) -> bool:
+        """Whether what is known of the last attempt is not of the newest one."""
+        if not self.damaged:
+            return False
+        return not self.attempts or self.damaged[-1].index > self.attempts[-1].files.index
 
     @property
     def last_step(self) -> Step | None:
@@ -125,16 +134,18 @@ def read_run(path: Path) -> RunRecord:
     recipe = _read_yaml(run.recipe)
     training = recipe.get("training")
     steps = training.get("steps") if isinstance(training, dict) else None
+    attempts = [(files, _attempt(files)) for files in run.attempt_list()]
     return RunRecord(
         files=run,
         recipe=str(recipe.get("name") or "?"),
         total_steps=steps if isinstance(steps, int) else None,
         plan=_read_plan(run.plan),
         steps=tuple(step for line in read_json_lines(run.metrics) if (step := _step(line)) is not None),
-        attempts=tuple(attempt for files in run.attempt_list() if (attempt := _attempt(files)) is not None),
+        attempts=tuple(attempt for _, attempt in attempts if attempt is not None),
         checkpoint_step=newest_checkpoint_step(run),
         finished=run.finished.exists(),
         cancelled=run.cancelled.exists(),
+        damaged=tuple(files for files, attempt in attempts if attempt is None and files.attempt_json.exists()),
     )
 
 

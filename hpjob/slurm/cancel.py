@@ -12,7 +12,7 @@ from hpjob.core.errors import EnvironmentProblemError, SlurmRefusedError
 from hpjob.core.run_dir import RunDir
 from hpjob.core.run_records import read_json, write_json
 from hpjob.slurm.commands import run_command
-from hpjob.slurm.live import Submission, local_process
+from hpjob.slurm.live import Submission, local_process, runs_elsewhere
 from hpjob.slurm.query import job_state, wait_until_gone
 
 # Ranks that are told to stop save first; Slurm itself gives them its KillWait, 30 s on most sites.
@@ -31,8 +31,14 @@ def cancel(run: RunDir, submissions: list[Submission]) -> None:
 
     Raises:
         SlurmRefusedError: Slurm does not let this person end the job.
-        EnvironmentProblemError: Something of the job still runs after a long wait.
+        EnvironmentProblemError: Something of the job still runs after a long wait, or it runs on another machine.
     """
+    for submission in submissions:
+        if runs_elsewhere(submission):
+            raise EnvironmentProblemError(
+                f"job {submission.job_id} runs without Slurm on {submission.host}: its processes cannot be ended here",
+                hint=f"on {submission.host}: hpjob cancel {run.path}",
+            )
     # First the mark: a job that is just ending must already see it.
     ids = [submission.job_id for submission in submissions]
     write_json(run.cancelled, {"version": 1, "job_ids": ids, "time": time.time()})

@@ -302,3 +302,39 @@ def test_a_damaged_record_of_the_attempt_is_said(cli: Cli, run: RunDir, fake_slu
     assert "before the ranks started" not in shown
     attempt.attempt_json.unlink()
     assert "its job ended before the ranks started" in cli("status").out
+
+
+@pytest.mark.parametrize("answer", ["FAILED|NonZeroExitCode|n[1-2]|N/A|\n", None])
+def test_an_older_attempt_is_not_taken_for_a_damaged_one(
+    cli: Cli, run: RunDir, fake_slurm: FakeSlurm, answer: str | None
+) -> None:
+    older = begin(run)
+    fail(older, 3, "killed", 10.0, "Killed")
+    write_json(older.end, {"version": 1, "decision": "requeue", "reason": "killed", "time": time.time()})
+    begin(run).attempt_json.write_text('{"version": 1, "job_', encoding="utf-8")
+    if answer is None:  # the controller forgets jobs after some minutes
+        fake_slurm.answer("squeue", stderr="slurm_load_jobs error: Invalid job id specified\n", code=1)
+        fake_slurm.answer("sacct", "")
+    else:
+        fake_slurm.answer("squeue", answer)
+    shown = cli("status").out
+    first = shown.splitlines()[0]
+    assert "attempts/0001/attempt.json is damaged" in first and "rank 3" not in first
+    assert "failed first" not in shown and "nor counted above" in shown
+    assert json.loads(cli("status", "--json").out)["damaged_attempts"] == [1]
+
+
+def test_a_damaged_attempt_in_between_is_said(cli: Cli, run: RunDir) -> None:
+    begin(run).attempt_json.write_text("garbage", encoding="utf-8")
+    begin(run)
+    shown = cli("status").out
+    assert "attempts/0000/attempt.json is damaged" in shown
+    assert "damaged" not in shown.splitlines()[0]
+
+
+def test_cancel_of_a_run_on_another_machine_claims_nothing(cli: Cli, run: RunDir) -> None:
+    line = {"job_id": "17", "executor": "local", "submitted_at": time.time(), "host": "elsewhere"}
+    run.jobs.write_text(json.dumps(line) + "\n", encoding="utf-8")
+    result = cli("cancel", "--yes")
+    assert result.code == 3 and "without Slurm on elsewhere" in result.err
+    assert "nothing of it runs" not in result.out and not run.cancelled.exists()
