@@ -44,9 +44,8 @@ class OwnRuntime:
         )
 
     def compiles(self, layout: Layout) -> bool:
-        """Whether whole layers run compiled: products in parts cannot be traced, nor gathers that are put off."""
-        mode = layout.sequence_mode
-        return self._compiles and mode != "ring" and (mode != "split_gather" or layout.style != "zbv")
+        """Whether whole layers run compiled: products in parts cannot be traced."""
+        return self._compiles and layout.sequence_mode != "ring"
 
     def time_model(self, layout: Layout) -> StepModel:
         """Return the model that prices the time of a layout."""

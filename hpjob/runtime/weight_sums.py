@@ -38,6 +38,11 @@ def number_of(receiver: ProductReceiver) -> Tensor:
     return torch.tensor(number, device="cpu")
 
 
+def receiver_of(number: Tensor) -> ProductReceiver:
+    """Return the receiver of that number."""
+    return _receivers[int(number)]
+
+
 def handing_linear(inputs: Tensor, weight: Tensor, number: Tensor, bias: Tensor | None = None) -> Tensor:
     """Return ``x W^T + b``; the backward pass hands the weight's gradient to its receiver.
 
@@ -69,7 +74,7 @@ class _HandingLinear(Function):
 
 def _backward(gradient: Tensor, inputs: Tensor, weight: Tensor, number: Tensor) -> Tensor:
     rows = gradient.flatten(0, -2)
-    _receivers[int(number)].add_product(rows, inputs.flatten(0, -2))
+    receiver_of(number).add_product(rows, inputs.flatten(0, -2))
     return (rows @ weight).view(inputs.shape)
 
 

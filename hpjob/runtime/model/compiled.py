@@ -27,10 +27,8 @@ def wants_compile(recipe: Recipe, device: torch.device) -> bool:
 
 
 def compiles_layers(plan: Plan, recipe: Recipe, device: torch.device) -> bool:
-    """Whether :func:`compile_stage` can be used: products in parts cannot be traced, nor gathers that are put off."""
-    mode = plan.sequence_parallelism_mode
-    traceable = mode != "ring" and (mode != "split_gather" or plan.pipeline.style != "zbv")
-    return traceable and wants_compile(recipe, device)
+    """Whether :func:`compile_stage` can be used: products in parts cannot be traced."""
+    return plan.sequence_parallelism_mode != "ring" and wants_compile(recipe, device)
 
 
 def compile_stage(stage: DecoderStage, *, keeps_products: bool = False) -> None:

@@ -19,6 +19,7 @@ from torch.distributed.tensor import DTensor, Shard
 from hpjob.runtime.parallel.fp8 import Fp8Product
 from hpjob.runtime.parallel.region import chunk_bounds
 from hpjob.runtime.parallel.tensor_region import TensorRegion
+from hpjob.runtime.sequence.compiled_gather import compiled_gather_linear
 from hpjob.runtime.sequence.split_gather import BlockInput, gather_linear, linear_reduce_scatter
 from hpjob.runtime.weight_gradients import GradientTarget, PutOffProducts, WeightGradientQueue
 from hpjob.runtime.weight_sums import ProductReceiver, handing_linear, number_of
@@ -55,13 +56,14 @@ class DeferringLinear(nn.Module, ABC):
     Attributes:
         queue: Set where they are put off; None = they are not.
         fp8: Multiplies in 8 bits; None = in the dtype of the inputs.
-        receiver: Takes the weight's gradient in place of autograd, where the weight is multiplied with as a whole.
+        receiver: Takes the weight's gradient in place of autograd.
+        number: What compiled code finds the receiver by.
     """
 
     queue: WeightGradientQueue | None = None
     fp8: Fp8Product | None = None
     receiver: ProductReceiver | None = None
-    _number: Tensor | None = None
+    number: Tensor | None = None
     weight: nn.Parameter
     bias: nn.Parameter | None
 
@@ -80,8 +82,8 @@ class DeferringLinear(nn.Module, ABC):
         if self.fp8 is not None:
             product = self.fp8(inputs, weight)
             return product if bias is None else product + bias
-        if self._number is not None and inputs.requires_grad and weight.requires_grad:
-            return handing_linear(inputs, weight, self._number, bias)
+        if self.number is not None and inputs.requires_grad and weight.requires_grad:
+            return handing_linear(inputs, weight, self.number, bias)
         return F.linear(inputs, weight, bias)
 
     def sum_gradients(self, total: ProductReceiver) -> None:
@@ -95,7 +97,7 @@ class DeferringLinear(nn.Module, ABC):
         self._hand_to(PutOffProducts(queue, lambda: total or self.targets[0]))
 
     def _hand_to(self, receiver: ProductReceiver) -> None:
-        self.receiver, self._number = receiver, number_of(receiver)
+        self.receiver, self.number = receiver, number_of(receiver)
 
 
 class GatheredLinear(DeferringLinear):
@@ -131,10 +133,13 @@ def multiply_gathered(
         region: Whose sequence is split.
         block: The block that begins with these layers, if its last one gathers their input for the backward pass.
     """
-    queue = columns[0].queue
-    defer = None if queue is None else queue.defer_for([target for c in columns for target in c.targets])
     weights = [column.used_weight() for column in columns]
-    products = gather_linear(shard, weights, region.linear_settings(defer, block))
+    if torch.compiler.is_compiling():
+        products = compiled_gather_linear(shard, weights, [column.number for column in columns], region.group)
+    else:
+        queue = columns[0].queue
+        defer = None if queue is None else queue.defer_for([target for c in columns for target in c.targets])
+        products = gather_linear(shard, weights, region.linear_settings(defer, block))
     for column, product in zip(columns, products, strict=True):
         column.ready = region.as_sequences(product)
 

@@ -17,7 +17,6 @@ import torch.distributed as dist
 import torch.distributed._functional_collectives as functional
 from torch import Tensor
 
-from hpjob.runtime.sequence.compiled_gather import compiled_gather_linear
 from hpjob.runtime.sequence.ring import Ring, circulate
 from hpjob.runtime.sequence.sequence_collectives import (
     check_divisible,
@@ -276,8 +275,6 @@ def gather_linear(shard: Tensor, weights: Sequence[Tensor], settings: SequenceLi
     Returns:
         For each weight, shape (batch, whole sequence, local outputs). A bias is the caller's.
     """
-    if torch.compiler.is_compiling():
-        return compiled_gather_linear(shard, weights, settings.group)
     result: tuple[Tensor, ...] = _GatherLinear.apply(shard, settings, *weights)  # type: ignore[no-untyped-call]
     return result
 

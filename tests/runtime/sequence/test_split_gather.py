@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 
 from hpjob.core.errors import UserInputError
+from hpjob.runtime.sequence.compiled_gather import compiled_gather_linear
 from hpjob.runtime.sequence.sequence_collectives import local_part
 from hpjob.runtime.sequence.split_gather import (
     SequenceLinearSettings,
@@ -94,6 +95,8 @@ def errors_of_compiled_mlp(group: dist.ProcessGroup) -> list[float]:
     inputs = [local_part(whole[0], group), local_part(whole[1], group, 0), local_part(whole[2], group, 0)]
 
     def products(shard: torch.Tensor, gate: torch.Tensor, up: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        if torch.compiler.is_compiling():
+            return compiled_gather_linear(shard, (gate, up), (None, None), group)
         return gather_linear(shard, (gate, up), SequenceLinearSettings(group=group))
 
     def results(function: Callable[..., tuple[torch.Tensor, ...]]) -> list[torch.Tensor]:
