@@ -68,7 +68,6 @@ LAYER, NORM, ATTENTION, ROUTER, LOSS = 1, 1, 1, 1, 1
 @pytest.mark.parametrize(
     ("text", "expected"),
     [
-        (f"{RING} recompute=full", LAYER + NORM + LOSS),
         (f"{RING} recompute=selective documents=2", LAYER + NORM + LOSS),
         (f"{RING} sp_size=4 gpus_per_node=2 dp_size=2 zero_stage=3", LAYER + NORM + LOSS),
         (f"{ZBV} dp_size=2 zero_stage=1", LAYER + NORM + LOSS),
