@@ -70,7 +70,8 @@ def _prediction(row: Mapping[str, Any]) -> tuple[str, str, str]:
     """Return memory, step and error; nothing of other systems."""
     if "predicted_s" not in row:
         return "", "", ""
-    return f"{row['predicted_gib']:.0f}", f"{row['predicted_s']:.3f} s", f"{row['predicted_error']:+.1%}"
+    memory = f"{row['predicted_gib']:.0f}" if "predicted_gib" in row else ""
+    return memory, f"{row['predicted_s']:.3f} s", f"{row['predicted_error']:+.1%}"
 
 
 def _models(record: Mapping[str, Any]) -> str:

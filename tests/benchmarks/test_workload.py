@@ -32,8 +32,11 @@ def test_tables_show_figures_refusals_and_failures() -> None:
         "predicted_error": 0.042,
     }
     refused = {"seq": 2048, "layout": "pp2 zbv", "refused": ["zbv is not supported"]}
-    text = multi_gpu_table({"speed": [row, refused], "kill": [{"ok": True, "seconds": 21.5}]})
+    peer = {name: value for name, value in row.items() if not name.startswith(("predicted", "of_"))}
+    rows = [row, refused, {**peer, "layout": "torchtitan"}]
+    text = multi_gpu_table({"speed": rows, "kill": [{"ok": True, "seconds": 21.5}]})
     assert "| 2,048 | tp2 | 23,707 | 0.888 |" in text
+    assert "| 2,048 | torchtitan | 23,707 |  |  | 50.4% | 53 |  |  |  |" in text
     assert "zbv is not supported" in text
     assert "after 21.5 s" in text
 
