@@ -19,7 +19,6 @@ import gc
 import json
 import os
 import sys
-import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from statistics import median
@@ -90,7 +89,7 @@ def _one(name: str, options: argparse.Namespace, *, profile: bool) -> dict[str, 
     """Build, warm up, time and free one variant."""
     import torch
 
-    from benchmarks.measure import GIB, profile_step
+    from benchmarks.measure import GIB, profile_step, seconds_of
     from benchmarks.workload import PEAK_TFLOPS, flops_per_token
 
     gc.collect()
@@ -104,7 +103,7 @@ def _one(name: str, options: argparse.Namespace, *, profile: bool) -> dict[str, 
             step()
         torch.cuda.synchronize()
         torch.cuda.reset_peak_memory_stats()
-        seconds = [_seconds(step) for _ in range(options.steps)]
+        seconds = [seconds_of(step, torch.device("cuda", 0)) for _ in range(options.steps)]
         tokens = case.plan.global_batch_size * case.plan.seq_length / median(seconds)
         tflops = tokens * flops_per_token(case) / 1e12
         entry = {
@@ -177,15 +176,6 @@ def _offer_attention_packages(wanted: bool) -> None:
 
     backend_choice.has_flash_attn_4 = flash_attn_4.has_flash_attn_4 if wanted else lambda: False  # type: ignore[assignment]
     backend_choice._choose_once.cache_clear()
-
-
-def _seconds(step: Callable[[], Any]) -> float:
-    import torch
-
-    began = time.perf_counter()
-    step()
-    torch.cuda.synchronize()
-    return time.perf_counter() - began
 
 
 def _options(arguments: Sequence[str] | None) -> argparse.Namespace:

@@ -73,10 +73,10 @@ def measure_peer(case: Case, name: str, warm_up: int, steps: int) -> dict[str, A
     step = PEERS[name](case)
     tokens = random_batch(case, device, seed=dist.get_rank()).input_ids
     built = time.perf_counter()
-    seconds = [_seconds(lambda: step(tokens), device) for _ in range(warm_up)]
+    seconds = [seconds_of(lambda: step(tokens), device) for _ in range(warm_up)]
     torch.cuda.reset_peak_memory_stats()
     return {
-        "step_s": [_seconds(lambda: step(tokens), device) for _ in range(steps)],
+        "step_s": [seconds_of(lambda: step(tokens), device) for _ in range(steps)],
         "loss": None,
         "build_s": built - began,
         "first_step_s": seconds[0],
@@ -120,11 +120,12 @@ def profile_step(step: Any) -> dict[str, Any]:
 
 def _timed_step(engine: Engine, batches: list[Batch], step: int, device: torch.device) -> tuple[float, float]:
     losses: list[float] = []
-    seconds = _seconds(lambda: losses.append(engine.train_step(batches[step % len(batches)], step).loss), device)
+    seconds = seconds_of(lambda: losses.append(engine.train_step(batches[step % len(batches)], step).loss), device)
     return seconds, losses[0]
 
 
-def _seconds(work: Callable[[], object], device: torch.device) -> float:
+def seconds_of(work: Callable[[], object], device: torch.device) -> float:
+    """Return how long some work takes on a device, from one moment at which all ranks are idle to the next."""
     if device.type == "cuda":
         torch.cuda.synchronize()
     dist.barrier()

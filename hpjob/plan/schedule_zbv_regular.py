@@ -7,11 +7,13 @@ Pipeline Parallelism", section 6 (arXiv 2401.10241).
 from __future__ import annotations
 
 from collections import Counter
+from functools import lru_cache
 
 Op = tuple[str, int, int]
 """Kind (``F`` forward, ``B`` input gradient, ``W`` weight gradient), stage, microbatch."""
 
 
+@lru_cache(maxsize=64)
 def regular_orders(pp: int, num_microbatches: int) -> tuple[tuple[Op, ...], ...]:
     """Return what each rank computes in which order, with at most 2·pp activations of a chunk on a rank.
 
@@ -22,19 +24,21 @@ def regular_orders(pp: int, num_microbatches: int) -> tuple[tuple[Op, ...], ...]
         num_microbatches: Microbatches of one step.
     """
     full = max(num_microbatches, 2 * pp - 1)
-    orders = (_Writer(rank, 2 * pp - 1 - rank).write(rank, pp, full) for rank in range(pp))
+    orders = (_Writer(rank, pp).write(full) for rank in range(pp))
     return tuple(tuple(op for op in order if op[2] < num_microbatches) for order in orders)
 
 
 class _Writer:
-    """Writes the operations of the rank that holds the stages ``down`` and ``up``, microbatches in turn."""
+    """Writes the operations of one rank, on its stage on the way down and that on the way up, microbatches in turn."""
 
-    def __init__(self, down: int, up: int) -> None:
-        self.stages = {"down": down, "up": up}
+    def __init__(self, rank: int, pp: int) -> None:
+        self.rank, self.pp = rank, pp
+        self.stages = {"down": rank, "up": 2 * pp - 1 - rank}
         self.done: Counter[str] = Counter()
         self.order: list[Op] = []
 
-    def write(self, rank: int, pp: int, count: int) -> list[Op]:
+    def write(self, count: int) -> list[Op]:
+        rank, pp = self.rank, self.pp
         # Until the first microbatch is back at this rank.
         self.repeat(2 * (pp - rank) - 1, "F down")
         self.repeat(rank, "F up", "F down")

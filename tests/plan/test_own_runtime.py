@@ -36,6 +36,7 @@ _MEASURED: tuple[tuple[Layout, float, float], ...] = (
     (_ONE._replace(**_8K), 1.334, 93.3),
     (_ONE._replace(dp=2, zero=1, **_8K), 1.380, 82.6),
     (_ONE._replace(dp=2, zero=3, **_8K), 1.431, 64.4),
+    (_ONE._replace(dp=2, zero=2, **_8K), 1.406, 70.0),
     (_ONE._replace(tp=2, sequence_mode="split_gather", seq=8192, microbatch=4), 1.502, 66.8),
     (_PAIR._replace(sequence_mode="all_to_all", seq=8192, microbatch=4), 1.480, 84.7),
     (_ONE._replace(num_microbatches=8, seq=8192, microbatch=1), 2.664, 76.1),
@@ -46,6 +47,7 @@ _MEASURED: tuple[tuple[Layout, float, float], ...] = (
     (_ONE._replace(dp=2, zero=3, **_32K), 2.357, 66.8),
     (_ONE._replace(dp=2, zero=0, **_32K), 2.388, 101.9),
     (_ONE._replace(dp=2, zero=2, **_32K), 2.358, 75.0),
+    (_ONE._replace(tp=2, **_32K_OF_TWO), 2.503, 74.4),
     (_ONE._replace(tp=2, sequence_mode="split_gather", **_32K_OF_TWO), 2.489, 64.4),
     (_PAIR._replace(sequence_mode="all_to_all", **_32K_OF_TWO), 2.462, 77.4),
 )

@@ -135,7 +135,8 @@ def multiply_gathered(
     """
     weights = [column.used_weight() for column in columns]
     if torch.compiler.is_compiling():
-        products = compiled_gather_linear(shard, weights, [column.number for column in columns], region.group)
+        numbers = [c.number if w.requires_grad else None for c, w in zip(columns, weights, strict=True)]
+        products = compiled_gather_linear(shard, weights, numbers, region.group)
     else:
         queue = columns[0].queue
         defer = None if queue is None else queue.defer_for([target for c in columns for target in c.targets])

@@ -87,7 +87,8 @@ def compare_case(pool: ProcessPool, case: Case, reference: Trajectory, steps: in
     limit = FP8_TOLERANCE if case.recipe.parallel.use_fp8 else TOLERANCES[case.plan.precision]
     # Written so that a NaN fails.
     # Steps of rounded gradients part the weights further, evenly on average.
-    weight_limit = limit.weight * (1.0 if case.plan.precision == "fp32" else max(1.0, steps / TAIL_STEPS))
+    is_exact = case.plan.precision == "fp32" and not case.recipe.parallel.use_fp8
+    weight_limit = limit.weight * (1.0 if is_exact else max(1.0, steps / TAIL_STEPS))
     close = loss_rel <= limit.loss and grad_rel <= limit.gradient and weight_rel <= weight_limit
     close = close and tail_rel <= TAIL_TOLERANCE
     reason = f"replicas differ: {', '.join(differing[:3])}" if differing else None

@@ -47,6 +47,7 @@ def is_ok(text: str, **off: float) -> bool:
         ("precision=fp16", 5e-3, 2 * 5e-3),
         ("precision=bf16", 3e-2, 2 * 1e-2),
         ("precision=bf16 use_fp8=true", 2e-1, 2 * 2e-2),
+        ("precision=fp32 use_fp8=true", 2e-1, 2 * 2e-2),
     ],
 )
 def test_each_precision_has_its_limit(text: str, gradient: float, weight: float) -> None:

@@ -179,6 +179,19 @@ def test_products_go_straight_to_the_sums_that_are_reduced(
     assert len(multiplied) == straight
 
 
+@pytest.mark.parametrize("mode", ["", f"{SPLIT} enable_jit_fused=true"])
+def test_a_frozen_weight_hands_on_nothing(mode: str, graphs: list[Any], products: list[torch.Size]) -> None:
+    case = parse_case(f"{SMALL} precision=bf16 num_microbatches=3 {mode}", world=None, steps=1, model_type="llama")
+    with fake_world(0, case.world):
+        engine = AloneEngine(case.plan, case.recipe, build_mesh(case.plan, "cpu"), torch.device("cpu"))
+        frozen = [p for p in engine.parameters if "mlp.up_proj" in p.name or "self_attn.o_proj" in p.name]
+        for item in frozen:
+            item.parameter.requires_grad_(False)
+        engine.accumulate_gradients(rank_batch(global_batch(case.recipe, 1), 0, 1))
+        assert products
+        assert len(frozen) == 2 * LAYERS and all(item.local_gradient is None for item in frozen)
+
+
 def test_sums_that_are_reduced_have_the_numbers_of_a_pass_of_its_own(
     apart: Callable[[str], dict[str, Tensor]], multiplied: list[torch.Size], monkeypatch: pytest.MonkeyPatch
 ) -> None:
