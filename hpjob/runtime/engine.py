@@ -26,11 +26,17 @@ from hpjob.runtime.optimizer.adamw import AdamW, copy_local
 from hpjob.runtime.optimizer.gradients import add_gradients, local_squared_norm, sum_gradients
 from hpjob.runtime.optimizer.loss_scale import LossScale
 from hpjob.runtime.optimizer.schedule import learning_rate
-from hpjob.runtime.parallel.data import COMPUTE_DTYPE, GradientSync, fsdp_units, needs_fsdp, shard_stage
+from hpjob.runtime.parallel.data import (
+    COMPUTE_DTYPE,
+    GradientSync,
+    needs_fsdp,
+    shard_stage,
+    shares_whole_weights,
+)
 from hpjob.runtime.parallel.fp8 import Fp8Product
-from hpjob.runtime.parallel.sharded_sums import sharded_sums
 from hpjob.runtime.parallel.tensor_region import TensorRegion
 from hpjob.runtime.parallel.vocabulary import IGNORED_LABEL
+from hpjob.runtime.parallel.whole_weights import WholeWeights
 from hpjob.runtime.pipeline.executor import Head, Microbatch, PipelineExecutor
 from hpjob.runtime.pipeline.schedule import Schedule, build_schedule
 from hpjob.runtime.pipeline.transport import Transport
@@ -82,7 +88,7 @@ class StepResult:
 class Engine:
     """Model, optimizer and pipeline of this rank.
 
-    The order of building: cut into stages, cut over tp, recomputation, FSDP2, memory and weights.
+    The order of building: cut into stages, cut over tp, recomputation, FSDP2 where ZeRO needs it, memory and weights.
 
     Args:
         plan: The layout.
@@ -116,8 +122,10 @@ class Engine:
         """Which attention runs, and why."""
         if mesh.rank == 0:
             log.info("attention is %s", self.attention)
+        self._syncs = [sync for _, sync, _ in stages.values()]
         self._executor = self.executor_class(self._schedule, self._rank, stages, self._transport())
         self._tied_group = _tied_group(self._schedule, mesh) if recipe.model.tie_word_embeddings else None
+        self._counting_group = _counting_group(plan, mesh)
         self._is_warm = False
         self.loss_scale = LossScale(recipe.parallel.initial_scale) if plan.precision == "fp16" else None
         """Only in fp16."""
@@ -174,6 +182,8 @@ class Engine:
         updates = self._may_update(sums[0], norm)
         if updates:
             self.optimizer.step(lr, norm, scale)
+            for sync in self._syncs:
+                sync.after_update()
         figures = torch.stack([sums[0], norm, num_tokens.double()]).tolist()
         return StepResult(loss=figures[0], grad_norm=figures[1], num_tokens=int(figures[2]), lr=lr, updated=updates)
 
@@ -275,23 +285,27 @@ class Engine:
         shard_stage(stage, plan, mesh)
         dtype = torch.float32 if needs_fsdp(plan, mesh) else COMPUTE_DTYPE[plan.precision]
         home = torch.device("cpu") if plan.cpu_offload else self._device
+        is_shared = shares_whole_weights(plan, mesh)
         own = materialise(
-            stage, cuts, mesh, home, seed=recipe.training.seed, compute_dtype=dtype, fill=self.fill_weights
+            *(stage, cuts, mesh, home),
+            seed=recipe.training.seed,
+            compute_dtype=dtype,
+            is_shared=is_shared,
+            fill=self.fill_weights,
         )
         self.parameters += own
         stage.make_rotary(self._device)
         if recipe.parallel.use_fp8:
             stage.multiply_in_fp8(Fp8Product(self._device))
-        if plan.pipeline.num_microbatches > 1:
+        if plan.pipeline.num_microbatches > 1 or is_shared:
             stage.sum_weight_gradients({p.parameter: p.master for p in own if p.master is not None})
-            if plan.zero_stage <= 1:
-                stage.sum_weight_gradients(sharded_sums(fsdp_units(stage)))
         queue = WeightGradientQueue() if self._schedule.defers_weights else None
         if queue is not None:
             stage.defer_weight_gradients(queue)
         if compiles_layers(plan, recipe, self._device):
             compile_stage(stage, keeps_products=queue is not None)
-        return stage, GradientSync(stage, plan, own), queue
+        whole = WholeWeights(stage, own) if is_shared else None
+        return stage, GradientSync(stage, plan, own, whole), queue
 
     def _sum_tied_gradients(self) -> None:
         copies = [p for p in self.parameters if p.is_embedding]
@@ -334,7 +348,7 @@ class Engine:
         count = (batch.labels != IGNORED_LABEL).sum().to(self._device)
         counts_here = all(self._mesh.coordinate(axis) == 0 for axis in (Axis.PP, Axis.SP, Axis.TP))
         total = count if counts_here else torch.zeros_like(count)
-        dist.all_reduce(total)
+        dist.all_reduce(total, group=self._counting_group)
         return total
 
     def _microbatches(self, batch: Batch) -> Iterator[Microbatch]:
@@ -348,6 +362,13 @@ class Engine:
             tensors.append(split.pad(batch.document_ids.to(device, non_blocking=True), -1))
         for parts in zip(*(torch.split(tensor, size) for tensor in tensors), strict=True):
             yield Microbatch(*parts)
+
+
+def _counting_group(plan: Plan, mesh: Mesh) -> dist.ProcessGroup | None:
+    """Return a group of all ranks on which the count of a step's tokens does not wait for updated weights."""
+    if not shares_whole_weights(plan, mesh) or mesh.shard_size == 1:
+        return None
+    return mesh.groups.get([range(mesh.world_size)], "layers")
 
 
 def _tensor_region(plan: Plan, recipe: Recipe, mesh: Mesh) -> TensorRegion:

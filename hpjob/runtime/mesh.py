@@ -1,9 +1,10 @@
 """The mesh of ranks: axes ``pp, dp, sp, tp``, outermost first, rank-major.
 
-Two views of the same ranks, which share their process groups. ``device_mesh`` has the axes of the plan.
-``parameter_mesh`` re-divides dp·sp into ``replicate`` and ``shard``, the axes over which FSDP2 copies and
-splits parameters: ZeRO-0 replicates over all of dp·sp, the other stages shard over all of it, or over groups
-of ``zero_shard_size`` neighbours of which each holds everything once.
+Views of the same ranks, which share their process groups. ``device_mesh`` has the axes of the plan.
+``parameter_mesh`` re-divides dp·sp into ``replicate`` and ``shard``, the axes over which parameters are copied and
+split: ZeRO-0 replicates over all of dp·sp, the other stages shard over all of it, or over groups
+of ``zero_shard_size`` neighbours of which each holds everything once. ``weight_mesh`` has the same axes in the order
+in which a parameter is cut.
 """
 
 from __future__ import annotations
@@ -33,6 +34,8 @@ class Mesh:
     """Axes pp, dp, sp, tp."""
     parameter_mesh: DeviceMesh
     """Axes pp, replicate, shard, tp."""
+    weight_mesh: DeviceMesh
+    """Axes pp, replicate, tp, shard."""
     expert_mesh: DeviceMesh | None = None
     """Axes pp, expert_replicate, ep, expert_shard, tp; of models with experts."""
 
@@ -161,6 +164,7 @@ def build_mesh(plan: Plan, device_type: str) -> Mesh:
     groups = ProcessGroups(device_type)
     ranks = torch.arange(world)
     axes = {Axis.PP: _PARAMETERS, Axis.DP: _PARAMETERS, Axis.SP: _LAYERS, Axis.TP: _LAYERS}
+    by_parameter = ranks.view(degrees.pp, replicate, shard, degrees.tp)
     return Mesh(
         degrees=degrees,
         groups=groups,
@@ -168,8 +172,11 @@ def build_mesh(plan: Plan, device_type: str) -> Mesh:
             ranks.view(degrees.pp, degrees.dp, degrees.sp, degrees.tp), {a.value: t for a, t in axes.items()}
         ),
         parameter_mesh=groups.mesh(
-            ranks.view(degrees.pp, replicate, shard, degrees.tp),
-            {"pp": _PARAMETERS, "replicate": _PARAMETERS, "shard": _PARAMETERS, "tp": _LAYERS},
+            by_parameter, {"pp": _PARAMETERS, "replicate": _PARAMETERS, "shard": _PARAMETERS, "tp": _LAYERS}
+        ),
+        weight_mesh=groups.mesh(
+            by_parameter.transpose(2, 3),
+            {"pp": _PARAMETERS, "replicate": _PARAMETERS, "tp": _LAYERS, "shard": _PARAMETERS},
         ),
     )
 

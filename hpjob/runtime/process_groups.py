@@ -17,7 +17,7 @@ Traffic = Literal["layers", "parameters"]
 """What a group carries: collectives inside layers, or those of parameters and gradients."""
 
 Rows = tuple[tuple[int, ...], ...]
-"""Global ranks, increasing, of one group after another."""
+"""Global ranks, increasing, of one group after another, in the order of their first ranks."""
 
 
 class ProcessGroups:
@@ -42,7 +42,7 @@ class ProcessGroups:
             rows: Disjoint sets of global ranks, the same argument on all ranks.
             traffic: What it is for.
         """
-        kept: Rows = tuple(tuple(sorted(row)) for row in rows)
+        kept: Rows = tuple(sorted(tuple(sorted(row)) for row in rows))
         if all(len(row) == 1 for row in kept):
             return self._of_this_rank_alone() if (dist.get_rank(),) in kept else None
         key = kept, None if self.device_type == "cpu" else traffic

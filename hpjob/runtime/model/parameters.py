@@ -9,7 +9,7 @@ from typing import Protocol
 import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.placement_types import Placement
 
 from hpjob.core.errors import UserInputError
@@ -22,6 +22,7 @@ from hpjob.runtime.optimizer.master import MasterWeight
 from hpjob.runtime.parallel.data import parameter_shard_dim
 from hpjob.runtime.parallel.linear import SharedHeadLinear
 from hpjob.runtime.parallel.region import Region
+from hpjob.runtime.parallel.whole_weights import OwnChunk, sharing_ranks
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -30,13 +31,14 @@ class ShardedParameter:
 
     Attributes:
         name: Global name.
-        parameter: What is computed with: an fp32 master shard of FSDP2, or without FSDP2 the weight itself.
+        parameter: What is computed with: an fp32 master shard of FSDP2, or without FSDP2 the weight itself, whole.
         region: The part of the whole tensor that lies here.
         counted: Whether this rank's copy is the one that counts in sums over the whole mesh.
         partial_over_tp: Its gradient is this rank's share and needs a sum over the tensor-parallel group.
         tied_copy: A head on the last stage that is one with the embedding on the first.
-        master: fp32 value of a ``parameter`` in bf16; None = ``parameter`` is fp32 itself.
+        master: fp32 value of a ``parameter`` that is only computed with; None = ``parameter`` is the value.
         described: Mesh and placements of the whole tensor, where those of ``parameter`` do not say it.
+        chunk: What of ``parameter`` lies in ``master``, where other ranks hold it whole as well.
     """
 
     name: str
@@ -47,6 +49,7 @@ class ShardedParameter:
     tied_copy: bool
     master: MasterWeight | None = None
     described: tuple[DeviceMesh, tuple[Placement, ...]] | None = None
+    chunk: OwnChunk | None = None
 
     @property
     def decays(self) -> bool:
@@ -70,9 +73,16 @@ class ShardedParameter:
         return self.parameter.detach() if as_it_is else self.like(self.local)
 
     @property
+    def whole(self) -> Tensor:
+        """What is computed with, as a plain tensor; the gradient's shape until it is reduced."""
+        return _local(self.parameter.detach())
+
+    @property
     def compute_weight(self) -> Tensor | None:
         """The rounded copy of :attr:`local` that is computed with; None = there is none beside it."""
-        return None if self.master is None else self._shaped(_local(self.parameter.detach()))
+        if self.master is None:
+            return None
+        return self._shaped(self.whole if self.chunk is None else self.chunk.of(self.whole))
 
     @property
     def local_gradient(self) -> Tensor | None:
@@ -98,10 +108,18 @@ class ShardedParameter:
 
     def publish(self) -> None:
         """Round the master into the weight that is computed with, after the master changed."""
+        if self.chunk is not None:
+            self.chunk.finish_exchange()
         weight = self.compute_weight
         if weight is not None:
             with torch.no_grad():
                 weight.copy_(self.local)
+        self.announce()
+
+    def announce(self) -> None:
+        """Note that the weight that is computed with has changed here, so that others are to get it."""
+        if self.chunk is not None:
+            self.chunk.is_news = True
 
     def like(self, local: Tensor) -> Tensor:
         """Describe another local tensor as cut like this parameter."""
@@ -138,6 +156,7 @@ class _Cut:
     region: Region
     over_tp: bool
     partial_over_tp: bool
+    shard_dim: int = 0
     is_expert: bool = False
 
 
@@ -172,7 +191,7 @@ def plan_cuts(stage: DecoderStage, mesh: Mesh) -> dict[str, _Cut]:
         region = region.chunk(dim, mesh.shard_size, mesh.shard_rank)
         used_on_a_part = stage.region.splits_sequence and not over_tp and not any(part in name for part in router)
         partial = id(parameter) in shared or used_on_a_part
-        cuts[name] = _Cut(region, over_tp, partial)
+        cuts[name] = _Cut(region, over_tp, partial, dim)
     return cuts
 
 
@@ -195,6 +214,7 @@ def materialise(
     *,
     seed: int,
     compute_dtype: torch.dtype = torch.float32,
+    is_shared: bool = False,
     fill: Fill | None = None,
 ) -> list[ShardedParameter]:
     """Give a sharded stage memory and its initial weights, one parameter at a time.
@@ -206,8 +226,10 @@ def materialise(
         device: Where the shards live.
         seed: Seed of the run.
         compute_dtype: Of weights that FSDP2 does not hold; those it holds are fp32 shards.
+        is_shared: Whether other ranks hold the same weights whole.
         fill: Makes the values; None = :func:`fill_from_seed`.
     """
+    ranks = sharing_ranks(mesh) if is_shared else {}
     fill = fill or fill_from_seed
     stage.to(dtype=compute_dtype).to_empty(device=device)
     result = []
@@ -216,6 +238,9 @@ def materialise(
         tied_copy = global_name == EMBEDDING != name
         copy_number = mesh.experts["expert_replicate"].get_local_rank() if cut.is_expert else mesh.replicate_rank
         first_copy = copy_number == 0
+        chunk = None
+        if is_shared:
+            chunk = OwnChunk.of_shape(_local(parameter).shape, cut.shard_dim, ranks[cut.is_expert])
         result.append(
             ShardedParameter(
                 name=global_name,
@@ -224,8 +249,9 @@ def materialise(
                 counted=first_copy and (cut.over_tp or mesh.coordinate(Axis.TP) == 0) and not tied_copy,
                 partial_over_tp=cut.partial_over_tp,
                 tied_copy=tied_copy,
-                master=_master(parameter, needs_single=cut.partial_over_tp or global_name == EMBEDDING),
-                described=expert_placements(mesh) if cut.is_expert else None,
+                master=_master(parameter, chunk, needs_single=cut.partial_over_tp or global_name == EMBEDDING),
+                described=_described(parameter, cut, mesh, is_shared=is_shared),
+                chunk=chunk,
             )
         )
         fill(result[-1], seed=seed, std=stage.shape.initializer_range, gain=stage.norm_start)
@@ -233,7 +259,21 @@ def materialise(
     return result
 
 
-def _master(parameter: nn.Parameter, *, needs_single: bool) -> MasterWeight | None:
+def _described(
+    parameter: nn.Parameter, cut: _Cut, mesh: Mesh, *, is_shared: bool
+) -> tuple[DeviceMesh, tuple[Placement, ...]] | None:
+    if cut.is_expert:
+        return expert_placements(mesh)
+    if not is_shared:
+        return None
+    over_tp = parameter.placements[0] if isinstance(parameter, DTensor) else Replicate()
+    return mesh.weight_mesh["replicate", "tp", "shard"], (Replicate(), over_tp, Shard(cut.shard_dim))
+
+
+def _master(parameter: nn.Parameter, chunk: OwnChunk | None, *, needs_single: bool) -> MasterWeight | None:
+    if chunk is not None:
+        mine = chunk.of(_local(parameter.detach()))
+        return MasterWeight(torch.empty(mine.shape, dtype=torch.float32, device=mine.device), needs_single=True)
     if parameter.dtype is torch.float32:
         return None
     # A loss scale is divided out of the gradient, which fp16 has no room for.

@@ -66,7 +66,14 @@ class AdamW:
                 gradient = item.local_gradient
                 if gradient is not None and gradient.numel():
                     moments = self._first[id(item)], self._second[id(item)]
-                    update.apply(item.local, *moments, gradient, item.compute_weight, decays=item.decays)
+                    weight = item.compute_weight
+                    in_one_pass = weight is None or weight.is_contiguous()
+                    written = weight if in_one_pass else None
+                    update.apply(item.local, *moments, gradient.contiguous(), written, decays=item.decays)
+                    if not in_one_pass:
+                        item.publish()
+                if item.parameter.requires_grad:
+                    item.announce()
 
     def _update(self, items: list[ShardedParameter], lr: float, *, decays: bool) -> None:
         held = [(item, gradient) for item in items if (gradient := item.local_gradient) is not None]
@@ -79,7 +86,7 @@ class AdamW:
         with torch.no_grad():
             adamw(
                 [item.local for item, _ in held],
-                [gradient.float() for _, gradient in held],
+                [gradient.float().contiguous() for _, gradient in held],
                 [self._first[id(item)] for item, _ in held],
                 [self._second[id(item)] for item, _ in held],
                 [],

@@ -1,16 +1,17 @@
-"""Data parallelism and ZeRO through FSDP2, and when gradients are synchronised.
+"""Data parallelism and ZeRO, and when gradients are synchronised.
 
-===== ================ ====================== =============== ============================
-stage mesh             gradients reduced      parameters      held between microbatches
-===== ================ ====================== =============== ============================
-0     replicate        after the last one     copied          parameters, gradients
-1     shard            after the last one     sharded, fp32   whole parameters, gradients
-2     shard            after every one        sharded, fp32   whole parameters
-3     shard            after every one        sharded, fp32   shards only
-===== ================ ====================== =============== ============================
+===== ========= ================== ===================== ================================ =============
+stage mesh      gradients reduced  master weights, fp32  held between microbatches        by
+===== ========= ================== ===================== ================================ =============
+0     replicate after the last one whole                 whole weights and gradients      whole_weights
+1     shard     after the last one sharded               whole weights and gradients      whole_weights
+2     shard     after every one    sharded               whole weights, gradients' shards FSDP2
+3     shard     after every one    sharded               shards only                      FSDP2
+===== ========= ================== ===================== ================================ =============
 
 With ``zero_shard_size`` both axes of the mesh are above 1: gradients are reduced inside a group as above, and
-summed across groups after the last microbatch. With ``cpu_offload`` the shards lie in the host's memory.
+summed across groups after the last microbatch. With ``cpu_offload`` the shards lie in the host's memory, and all
+stages are FSDP2's. :mod:`hpjob.runtime.parallel.whole_weights` has the other way.
 
 Gradients are summed, never averaged: the loss is already divided by the global number of tokens.
 """
@@ -37,6 +38,7 @@ from hpjob.recipe.model import Precision
 from hpjob.runtime.mesh import Mesh
 from hpjob.runtime.model.stage import DecoderStage
 from hpjob.runtime.moe.expert_parallel import ExpertParallelExperts
+from hpjob.runtime.parallel.whole_weights import WholeWeights
 
 COMPUTE_DTYPE: dict[Precision, torch.dtype] = {
     "fp32": torch.float32,
@@ -63,8 +65,8 @@ def shard_stage(stage: DecoderStage, plan: Plan, mesh: Mesh) -> None:
     """Apply FSDP2 to a stage on the meta device: one unit a decoder layer, one for
     its experts, one for the rest.
 
-    Without data parallelism there is nothing to shard or reduce, and the stage stays as it is: FSDP2 would copy
-    all weights and gradients once more on their way.
+    Where every rank holds whole weights anyway, the stage stays as it is: FSDP2 would copy all weights and gradients
+    once more on their way.
     """
     if not needs_fsdp(plan, mesh):
         return
@@ -97,8 +99,13 @@ def shard_stage(stage: DecoderStage, plan: Plan, mesh: Mesh) -> None:
 
 
 def needs_fsdp(plan: Plan, mesh: Mesh) -> bool:
-    """Whether more than one rank shares these parameters beside the tensor-parallel group, or the host keeps them."""
-    return plan.cpu_offload or mesh.fsdp_mesh.size() > 1
+    """Whether FSDP2 gathers and reduces the parameters, or moves them from the host's memory."""
+    return plan.cpu_offload or (plan.zero_stage >= 2 and mesh.fsdp_mesh.size() > 1)
+
+
+def shares_whole_weights(plan: Plan, mesh: Mesh) -> bool:
+    """Whether more than one rank, beside the tensor-parallel group, holds these parameters whole."""
+    return not needs_fsdp(plan, mesh) and mesh.fsdp_mesh.size() > 1
 
 
 def parameter_shard_dim(parameter: nn.Parameter, parts: int) -> int:
@@ -124,10 +131,24 @@ class CollectsGradient(Protocol):
 
 
 class GradientSync:
-    """Tells the FSDP2 units of a stage before each backward pass whether to reduce and to reshard."""
+    """Tells a stage before each backward pass whether to reduce and, with FSDP2, to reshard.
 
-    def __init__(self, stage: nn.Module, plan: Plan, parameters: Sequence[CollectsGradient] = ()) -> None:
+    Args:
+        stage: Whose gradients.
+        plan: ZeRO stage.
+        parameters: Of the stage, those that have a sum.
+        whole: Reduces the gradients in place of FSDP2.
+    """
+
+    def __init__(
+        self,
+        stage: nn.Module,
+        plan: Plan,
+        parameters: Sequence[CollectsGradient] = (),
+        whole: WholeWeights | None = None,
+    ) -> None:
         self._parameters = parameters
+        self._whole = whole
         self._units = fsdp_units(stage)
         self._every = plan.zero_stage >= 2
         self._reshard_every = plan.zero_stage == 3
@@ -140,6 +161,8 @@ class GradientSync:
             last: It is the stage's last of this step.
             deferred: It leaves weight gradients for later, so nothing can be reduced yet.
         """
+        if self._whole is not None:
+            self._whole.reduces = last and not deferred
         if last is self._last or not self._units:
             return
         self._last = last
@@ -153,12 +176,16 @@ class GradientSync:
     def after_deferred(self, *, last: bool) -> None:
         """Take in deferred weight gradients of one microbatch; after the last ones, reduce everything."""
         self.after_backward()
+        if self._whole is not None and last:
+            self._whole.reduce()
         if self._units:
             self.before_backward(last=last, deferred=True)
             self._end_backward()
 
     def end_step(self) -> None:
         """Wait for the reductions that the last backward passes began; until now they ran beside other stages' work."""
+        if self._whole is not None:
+            self._whole.finish_reduction()
         if self._units:
             self._units[0].set_is_last_backward(True)
             self._end_backward()
@@ -173,3 +200,10 @@ class GradientSync:
         """Add the gradients of a backward pass to their sum in fp32, where FSDP2 does not."""
         for parameter in self._parameters:
             parameter.collect_gradient()
+        if self._whole is not None and self._whole.reduces:
+            self._whole.reduce()
+
+    def after_update(self) -> None:
+        """Begin to exchange updated weights; whatever computes with them waits by itself."""
+        if self._whole is not None:
+            self._whole.gather()

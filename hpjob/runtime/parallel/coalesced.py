@@ -1,0 +1,50 @@
+"""Collectives over many tensors at once, in place and asynchronous: one launch, no flat copy.
+
+They are methods of process groups. NCCL runs all tensors of a call in one kernel and lets a part of a tensor be the
+result of the whole, or the other way round, as long as it lies where the collective would put it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, Protocol
+
+import torch.distributed as dist
+from torch import Tensor
+
+
+class Work(Protocol):
+    """A collective on its way."""
+
+    def wait(self) -> Any:
+        """Let what comes after, on the current stream or on the CPU, find the result."""
+
+
+def start_reduce_scatter(parts: Sequence[Tensor], wholes: Sequence[Tensor], group: dist.ProcessGroup) -> Work:
+    """Begin to sum tensors over a group, each rank its own part.
+
+    Args:
+        parts: This rank's chunk of each whole along dim 0, a view of it.
+        wholes: Contiguous; the other parts mean nothing afterwards.
+        group: To sum over.
+    """
+    return _begin(group, "reduce_scatter_single_coalesced", "reduce_scatter_tensor_coalesced")(
+        list(parts), list(wholes)
+    )
+
+
+def start_all_gather(wholes: Sequence[Tensor], parts: Sequence[Tensor], group: dist.ProcessGroup) -> Work:
+    """Begin to fill tensors with the parts of all ranks; arguments as of :func:`start_reduce_scatter`."""
+    return _begin(group, "all_gather_single_coalesced", "allgather_into_tensor_coalesced")(list(wholes), list(parts))
+
+
+def start_all_reduce(tensors: Sequence[Tensor], group: dist.ProcessGroup) -> Work:
+    """Begin to sum contiguous tensors of one dtype over a group, in place."""
+    work: Work = group.allreduce_coalesced(list(tensors))
+    return work
+
+
+def _begin(group: dist.ProcessGroup, new_name: str, name: str) -> Callable[[list[Tensor], list[Tensor]], Work]:
+    """Newer torch has new names."""
+    method: Callable[[list[Tensor], list[Tensor]], Work] = getattr(group, new_name, None) or getattr(group, name)
+    return method
