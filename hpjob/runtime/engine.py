@@ -18,9 +18,10 @@ from hpjob.recipe.model import Recipe
 from hpjob.runtime.mesh import Mesh, add_expert_mesh
 from hpjob.runtime.model.attention import attention_kernel
 from hpjob.runtime.model.compiled import compile_stage, compiles_layers, wants_compile
+from hpjob.runtime.model.cuts import plan_cuts
 from hpjob.runtime.model.experts import place_experts
 from hpjob.runtime.model.families import family_of
-from hpjob.runtime.model.parameters import Fill, ShardedParameter, fill_from_seed, materialise, plan_cuts
+from hpjob.runtime.model.parameters import Fill, ShardedParameter, fill_from_seed, materialise
 from hpjob.runtime.model.stage import DecoderStage, stage_parts
 from hpjob.runtime.optimizer.adamw import AdamW, copy_local
 from hpjob.runtime.optimizer.gradients import add_gradients, local_squared_norm, sum_gradients
@@ -29,6 +30,7 @@ from hpjob.runtime.optimizer.schedule import learning_rate
 from hpjob.runtime.parallel.data import (
     COMPUTE_DTYPE,
     GradientSync,
+    counting_group,
     needs_fsdp,
     shard_stage,
     shares_whole_weights,
@@ -122,10 +124,9 @@ class Engine:
         """Which attention runs, and why."""
         if mesh.rank == 0:
             log.info("attention is %s", self.attention)
-        self._syncs = [sync for _, sync, _ in stages.values()]
         self._executor = self.executor_class(self._schedule, self._rank, stages, self._transport())
         self._tied_group = _tied_group(self._schedule, mesh) if recipe.model.tie_word_embeddings else None
-        self._counting_group = _counting_group(plan, mesh)
+        self._counting_group = counting_group(plan, mesh)
         self._is_warm = False
         self.loss_scale = LossScale(recipe.parallel.initial_scale) if plan.precision == "fp16" else None
         """Only in fp16."""
@@ -182,8 +183,6 @@ class Engine:
         updates = self._may_update(sums[0], norm)
         if updates:
             self.optimizer.step(lr, norm, scale)
-            for sync in self._syncs:
-                sync.after_update()
         figures = torch.stack([sums[0], norm, num_tokens.double()]).tolist()
         return StepResult(loss=figures[0], grad_norm=figures[1], num_tokens=int(figures[2]), lr=lr, updated=updates)
 
@@ -293,7 +292,8 @@ class Engine:
             is_shared=is_shared,
             fill=self.fill_weights,
         )
-        self.parameters += own
+        whole = WholeWeights(stage, own) if is_shared else None
+        self.parameters += own if whole is None else whole.in_order
         stage.make_rotary(self._device)
         if recipe.parallel.use_fp8:
             stage.multiply_in_fp8(Fp8Product(self._device))
@@ -304,7 +304,6 @@ class Engine:
             stage.defer_weight_gradients(queue)
         if compiles_layers(plan, recipe, self._device):
             compile_stage(stage, keeps_products=queue is not None)
-        whole = WholeWeights(stage, own) if is_shared else None
         return stage, GradientSync(stage, plan, own, whole), queue
 
     def _sum_tied_gradients(self) -> None:
@@ -362,13 +361,6 @@ class Engine:
             tensors.append(split.pad(batch.document_ids.to(device, non_blocking=True), -1))
         for parts in zip(*(torch.split(tensor, size) for tensor in tensors), strict=True):
             yield Microbatch(*parts)
-
-
-def _counting_group(plan: Plan, mesh: Mesh) -> dist.ProcessGroup | None:
-    """Return a group of all ranks on which the count of a step's tokens does not wait for updated weights."""
-    if not shares_whole_weights(plan, mesh) or mesh.shard_size == 1:
-        return None
-    return mesh.groups.get([range(mesh.world_size)], "layers")
 
 
 def _tensor_region(plan: Plan, recipe: Recipe, mesh: Mesh) -> TensorRegion:

@@ -12,17 +12,15 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.placement_types import Placement
 
-from hpjob.core.errors import UserInputError
 from hpjob.plan.model import Axis
 from hpjob.runtime.mesh import Mesh
-from hpjob.runtime.model.experts import expert_modules, expert_placements, expert_region
+from hpjob.runtime.model.cuts import Cut
+from hpjob.runtime.model.experts import expert_placements
 from hpjob.runtime.model.initial import initial_region
 from hpjob.runtime.model.stage import EMBEDDING, DecoderStage
 from hpjob.runtime.optimizer.master import MasterWeight
-from hpjob.runtime.parallel.data import parameter_shard_dim
-from hpjob.runtime.parallel.linear import SharedHeadLinear
+from hpjob.runtime.parallel.own_chunk import OwnChunk, sharing_ranks
 from hpjob.runtime.parallel.region import Region
-from hpjob.runtime.parallel.whole_weights import OwnChunk, sharing_ranks
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -110,16 +108,23 @@ class ShardedParameter:
         """Round the master into the weight that is computed with, after the master changed."""
         if self.chunk is not None:
             self.chunk.finish_exchange()
+            self.chunk.is_news = True
         weight = self.compute_weight
         if weight is not None:
             with torch.no_grad():
                 weight.copy_(self.local)
-        self.announce()
 
-    def announce(self) -> None:
-        """Note that the weight that is computed with has changed here, so that others are to get it."""
-        if self.chunk is not None:
-            self.chunk.is_news = True
+    def exchange(self, *, has_changed: bool) -> None:
+        """Begin to give other ranks what has changed here, when this weight is the last of those that go together.
+
+        Args:
+            has_changed: The weight that is computed with was written, with other ranks' chunks on other ranks.
+        """
+        if self.chunk is None:
+            return
+        self.chunk.is_news |= has_changed
+        if self.chunk.begin_exchange is not None:
+            self.chunk.begin_exchange()
 
     def like(self, local: Tensor) -> Tensor:
         """Describe another local tensor as cut like this parameter."""
@@ -151,64 +156,9 @@ def _describe(
     return described
 
 
-@dataclass(frozen=True, slots=True)
-class _Cut:
-    region: Region
-    over_tp: bool
-    partial_over_tp: bool
-    shard_dim: int = 0
-    is_expert: bool = False
-
-
-def plan_cuts(stage: DecoderStage, mesh: Mesh) -> dict[str, _Cut]:
-    """Return the region of every parameter of a stage that FSDP2 has not sharded yet.
-
-    Raises:
-        UserInputError: A parameter cannot be cut evenly enough to be described.
-    """
-    shared = {
-        id(parameter)
-        for module in stage.modules()
-        if isinstance(module, SharedHeadLinear)
-        for parameter in module.parameters(recurse=False)
-    }
-    shared |= {id(parameter) for norm in stage.head_norms() for parameter in norm.parameters()}
-    router = () if stage.expert_block is None else (f".{stage.expert_block}.",)
-    experts = [f"{name}." for name, _ in expert_modules(stage)]
-    cuts = {}
-    for name, parameter in stage.named_parameters():
-        if name.startswith(tuple(experts)):
-            cuts[name] = _Cut(expert_region(name, parameter, mesh), mesh.degrees.tp > 1, False, is_expert=True)
-            continue
-        region = Region.whole(tuple(parameter.shape))
-        dim = parameter_shard_dim(parameter, mesh.shard_size)
-        over_tp = isinstance(parameter, DTensor)
-        if isinstance(parameter, DTensor):
-            (placement,) = parameter.placements
-            if isinstance(placement, Shard):
-                region = region.chunk(placement.dim, mesh.degrees.tp, mesh.coordinate(Axis.TP))
-                _refuse_doubly_uneven(name, parameter, placement.dim, dim, mesh)
-        region = region.chunk(dim, mesh.shard_size, mesh.shard_rank)
-        used_on_a_part = stage.region.splits_sequence and not over_tp and not any(part in name for part in router)
-        partial = id(parameter) in shared or used_on_a_part
-        cuts[name] = _Cut(region, over_tp, partial, dim)
-    return cuts
-
-
-def _refuse_doubly_uneven(name: str, parameter: DTensor, tp_dim: int, dp_dim: int, mesh: Mesh) -> None:
-    both = mesh.degrees.tp * mesh.shard_size
-    if tp_dim == dp_dim and mesh.shard_size > 1 and parameter.shape[tp_dim] % both:
-        raise UserInputError(
-            f"{name} of shape {tuple(parameter.shape)} cannot be cut over tp {mesh.degrees.tp} and then over "
-            f"{mesh.shard_size} data-parallel shards",
-            hint=f"use zero_stage 0, a hidden_size that divides by {mesh.shard_size}, "
-            f"or a vocab_size that divides by {both}",
-        )
-
-
 def materialise(
     stage: DecoderStage,
-    cuts: dict[str, _Cut],
+    cuts: dict[str, Cut],
     mesh: Mesh,
     device: torch.device,
     *,
@@ -221,7 +171,7 @@ def materialise(
 
     Args:
         stage: On the meta device, after FSDP2.
-        cuts: From :func:`plan_cuts`.
+        cuts: From :func:`hpjob.runtime.model.cuts.plan_cuts`.
         mesh: The mesh of the run.
         device: Where the shards live.
         seed: Seed of the run.
@@ -260,7 +210,7 @@ def materialise(
 
 
 def _described(
-    parameter: nn.Parameter, cut: _Cut, mesh: Mesh, *, is_shared: bool
+    parameter: nn.Parameter, cut: Cut, mesh: Mesh, *, is_shared: bool
 ) -> tuple[DeviceMesh, tuple[Placement, ...]] | None:
     if cut.is_expert:
         return expert_placements(mesh)

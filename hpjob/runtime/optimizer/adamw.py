@@ -57,6 +57,7 @@ class AdamW:
                 self._update([item for item in self._parameters if item.decays is decays], lr, decays=decays)
             for item in self._parameters:
                 item.publish()
+                item.exchange(has_changed=True)
         self.steps += 1
 
     def _update_compiled(self, lr: float, scale: Tensor) -> None:
@@ -72,8 +73,7 @@ class AdamW:
                     update.apply(item.local, *moments, gradient.contiguous(), written, decays=item.decays)
                     if not in_one_pass:
                         item.publish()
-                if item.parameter.requires_grad:
-                    item.announce()
+                item.exchange(has_changed=item.parameter.requires_grad)
 
     def _update(self, items: list[ShardedParameter], lr: float, *, decays: bool) -> None:
         held = [(item, gradient) for item in items if (gradient := item.local_gradient) is not None]

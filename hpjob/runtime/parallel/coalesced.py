@@ -44,6 +44,13 @@ def start_all_reduce(tensors: Sequence[Tensor], group: dist.ProcessGroup) -> Wor
     return work
 
 
+def wait_for(works: list[Work]) -> None:
+    """Wait for collectives, each once: the list is empty then."""
+    for work in works:
+        work.wait()
+    works.clear()
+
+
 def _begin(group: dist.ProcessGroup, new_name: str, name: str) -> Callable[[list[Tensor], list[Tensor]], Work]:
     """Newer torch has new names."""
     method: Callable[[list[Tensor], list[Tensor]], Work] = getattr(group, new_name, None) or getattr(group, name)

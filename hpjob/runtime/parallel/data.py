@@ -19,9 +19,10 @@ Gradients are summed, never averaged: the loss is already divided by the global 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import (
@@ -108,6 +109,13 @@ def shares_whole_weights(plan: Plan, mesh: Mesh) -> bool:
     return not needs_fsdp(plan, mesh) and mesh.fsdp_mesh.size() > 1
 
 
+def counting_group(plan: Plan, mesh: Mesh) -> dist.ProcessGroup | None:
+    """Return a group of all ranks on which the count of a step's tokens does not wait for updated weights."""
+    if not shares_whole_weights(plan, mesh) or mesh.shard_size == 1:
+        return None
+    return mesh.groups.get([range(mesh.world_size)], "layers")
+
+
 def parameter_shard_dim(parameter: nn.Parameter, parts: int) -> int:
     """Return the dim along which FSDP2 is to cut a parameter that is not sharded yet."""
     if not isinstance(parameter, DTensor):
@@ -145,7 +153,7 @@ class GradientSync:
         stage: nn.Module,
         plan: Plan,
         parameters: Sequence[CollectsGradient] = (),
-        whole: WholeWeights | None = None,
+        whole: WholeWeights[Any] | None = None,
     ) -> None:
         self._parameters = parameters
         self._whole = whole
@@ -202,8 +210,3 @@ class GradientSync:
             parameter.collect_gradient()
         if self._whole is not None and self._whole.reduces:
             self._whole.reduce()
-
-    def after_update(self) -> None:
-        """Begin to exchange updated weights; whatever computes with them waits by itself."""
-        if self._whole is not None:
-            self._whole.gather()

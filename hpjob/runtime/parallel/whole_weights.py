@@ -5,8 +5,8 @@ pass, the reduced gradient. With ZeRO 0 the chunk is all of it. Nothing is copie
 
 - Each weight's gradient is a whole fp32 sum. When the last backward pass of a step has left a layer, the sums of the
   layer are reduced in place, each rank's chunk where it lies, beside the rest of the pass.
-- The update writes the rounded chunk where it lies in the weight. All ranks then gather the weights in place, layer
-  after layer, and the next forward pass waits before each layer for that layer's.
+- The update writes the rounded chunk where it lies in the weight. When it has done a layer, all ranks begin to gather
+  the layer's weights in place, and the next forward pass waits before each layer for that layer's.
 
 All ranks must begin the same collectives in the same order. What they are follows from the stage and from which weights
 are trained, never from whether a gradient has reached a weight on this rank: one that did not is zero.
@@ -14,91 +14,19 @@ are trained, never from whether a gradient has reached a weight on this rank: on
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any, Generic, Protocol, TypeVar
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.autograd import Function
-from torch.distributed.device_mesh import DeviceMesh
 
-from hpjob.runtime.mesh import Mesh
 from hpjob.runtime.model.stage import DecoderStage
 from hpjob.runtime.optimizer.master import MasterWeight
-from hpjob.runtime.parallel.coalesced import Work, start_all_gather, start_all_reduce, start_reduce_scatter
-from hpjob.runtime.parallel.region import chunk_bounds
-
-
-@dataclass(frozen=True, slots=True)
-class SharingRanks:
-    """Ranks that hold the same weights.
-
-    Attributes:
-        shard: Those that have a chunk each.
-        replicate: Those that have the same chunk.
-    """
-
-    shard: dist.ProcessGroup
-    replicate: dist.ProcessGroup
-
-
-def sharing_ranks(mesh: Mesh) -> dict[bool, SharingRanks]:
-    """Return who shares experts (True) and all other weights (False)."""
-
-    def along(axes: DeviceMesh, shard: str, replicate: str) -> SharingRanks:
-        return SharingRanks(axes.get_group(shard), axes.get_group(replicate))
-
-    found = {False: along(mesh.parameter_mesh, "shard", "replicate")}
-    if mesh.expert_mesh is not None:
-        found[True] = along(mesh.expert_mesh, "expert_shard", "expert_replicate")
-    return found
-
-
-@dataclass(slots=True)
-class OwnChunk:
-    """The part of a whole weight that this rank updates: one of ``torch.chunk``.
-
-    Attributes:
-        dim: Along which weights are cut.
-        begin: First row.
-        length: Rows; 0 = there is none left for this rank.
-        is_even: Whether all ranks' chunks are equal and lie behind one another.
-        ranks: Who has the others.
-        is_news: The chunk has changed since the weight was whole.
-        exchange: Collectives on their way that read it.
-    """
-
-    dim: int
-    begin: int
-    length: int
-    is_even: bool
-    ranks: SharingRanks
-    is_news: bool = False
-    exchange: list[Work] = field(default_factory=list)
-
-    @classmethod
-    def of_shape(cls, shape: Sequence[int], dim: int, ranks: SharingRanks) -> OwnChunk:
-        """Return this rank's chunk of a weight of that shape."""
-        parts, index = ranks.shard.size(), ranks.shard.rank()
-        begin, end = chunk_bounds(shape[dim], parts, index)
-        return cls(dim, begin, end - begin, dim == 0 and shape[0] % parts == 0, ranks)
-
-    def of(self, whole: Tensor) -> Tensor:
-        """Return this rank's chunk of the weight, or of its gradient; a view."""
-        return whole.narrow(self.dim, self.begin, self.length)
-
-    def finish_exchange(self) -> None:
-        """Wait until the chunk may be written."""
-        _wait(self.exchange)
-
-    def clear_others(self, whole: Tensor) -> None:
-        """Set what other ranks have to zero."""
-        end = self.begin + self.length
-        whole.narrow(self.dim, 0, self.begin).zero_()
-        whole.narrow(self.dim, end, whole.shape[self.dim] - end).zero_()
+from hpjob.runtime.parallel.coalesced import Work, start_all_gather, start_all_reduce, start_reduce_scatter, wait_for
+from hpjob.runtime.parallel.own_chunk import OwnChunk, SharingRanks
 
 
 class WholeWeight(Protocol):
@@ -121,16 +49,21 @@ class WholeWeight(Protocol):
         """Add what the last backward pass left to the sum."""
 
 
+W = TypeVar("W", bound=WholeWeight)
+
+
 class _Unit:
     """Weights that are reduced and gathered together."""
 
-    def __init__(self, items: Iterable[WholeWeight]) -> None:
+    def __init__(self, items: Sequence[WholeWeight]) -> None:
         self._gathers: list[Work] = []
         self._by_ranks: dict[SharingRanks, list[tuple[WholeWeight, OwnChunk, MasterWeight]]] = {}
         for item in items:
             if item.chunk is not None and item.master is not None:
                 item.chunk.exchange = self._gathers
                 self._by_ranks.setdefault(item.chunk.ranks, []).append((item, item.chunk, item.master))
+        if items and items[-1].chunk is not None:
+            items[-1].chunk.begin_exchange = self.gather
         self._reductions: list[Work] = []
         self.is_reduced = False
         """In this step, or on the way."""
@@ -154,7 +87,7 @@ class _Unit:
 
     def finish_reduction(self) -> None:
         """Wait for the sums."""
-        _wait(self._reductions)
+        wait_for(self._reductions)
         self.is_reduced = False
 
     def gather(self) -> None:
@@ -169,7 +102,7 @@ class _Unit:
     def make_whole(self) -> None:
         """Wait until all weights are whole."""
         self.gather()
-        _wait(self._gathers)
+        wait_for(self._gathers)
 
 
 def _is_trained(item: WholeWeight) -> bool:
@@ -197,7 +130,7 @@ def _reduce(
     summed = [*chunks, *uneven]
     if ranks.replicate.size() > 1 and summed:
         with beside if works else nullcontext():
-            _wait(works)
+            wait_for(works)
             works.append(start_all_reduce(summed, ranks.replicate))
     return works
 
@@ -216,13 +149,7 @@ def _gather(news: list[tuple[OwnChunk, Tensor]], group: dist.ProcessGroup) -> li
     return works
 
 
-def _wait(works: list[Work]) -> None:
-    for work in works:
-        work.wait()
-    works.clear()
-
-
-class WholeWeights:
+class WholeWeights(Generic[W]):
     """Reduces the gradients of a stage and keeps its weights whole.
 
     Hooks are those of whole layers, around what is compiled.
@@ -232,16 +159,19 @@ class WholeWeights:
         items: All its weights.
     """
 
-    def __init__(self, stage: DecoderStage, items: Sequence[WholeWeight]) -> None:
+    def __init__(self, stage: DecoderStage, items: Sequence[W]) -> None:
         on_gpu = bool(items) and items[0].whole.is_cuda
         self._stream = torch.cuda.Stream() if on_gpu else None  # type: ignore[no-untyped-call]
         self.reduces = False
         """Whether the backward pass that is next, or running, leaves whole gradients behind."""
+        self.in_order: list[W] = []
+        """The weights in the order of a forward pass, so that those that are exchanged together follow one another."""
         self._units: list[_Unit] = []
         left = {id(item.parameter): item for item in items}
         for modules in _in_forward_order(stage):
-            owned = [left.pop(id(p), None) for module in modules for p in module.parameters()]
-            unit = _Unit([item for item in owned if item is not None])
+            owned = [left.pop(id(p)) for module in modules for p in module.parameters()]
+            self.in_order += owned
+            unit = _Unit(owned)
             self._units.append(unit)
             modules[0].register_forward_pre_hook(self._before_forward(unit), prepend=True)
 
@@ -269,11 +199,6 @@ class WholeWeights:
         for unit in self._units:
             unit.finish_reduction()
         self.reduces = False
-
-    def gather(self) -> None:
-        """Begin to make weights whole whose chunks have changed, in the order of a forward pass."""
-        for unit in self._units:
-            unit.gather()
 
     def _beside(self) -> AbstractContextManager[Any]:
         return nullcontext() if self._stream is None else torch.cuda.stream(self._stream)
