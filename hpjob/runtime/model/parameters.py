@@ -34,7 +34,8 @@ class ShardedParameter:
         counted: Whether this rank's copy is the one that counts in sums over the whole mesh.
         partial_over_tp: Its gradient is this rank's share and needs a sum over the tensor-parallel group.
         tied_copy: A head on the last stage that is one with the embedding on the first.
-        master: fp32 value of a ``parameter`` that is only computed with; None = ``parameter`` is the value.
+        master: fp32 value of a ``parameter`` that is only computed with, or a view of one in fp32; None = ``parameter``
+            is the value.
         described: Mesh and placements of the whole tensor, where those of ``parameter`` do not say it.
         chunk: What of ``parameter`` lies in ``master``, where other ranks hold it whole as well.
     """
@@ -80,7 +81,8 @@ class ShardedParameter:
         """The rounded copy of :attr:`local` that is computed with; None = there is none beside it."""
         if self.master is None:
             return None
-        return self._shaped(self.whole if self.chunk is None else self.chunk.of(self.whole))
+        weight = self.whole if self.chunk is None else self.chunk.of(self.whole)
+        return None if weight.data_ptr() == self.master.value.data_ptr() else self._shaped(weight)
 
     @property
     def local_gradient(self) -> Tensor | None:
@@ -222,8 +224,10 @@ def _described(
 
 def _master(parameter: nn.Parameter, chunk: OwnChunk | None, *, needs_single: bool) -> MasterWeight | None:
     if chunk is not None:
-        mine = chunk.of(_local(parameter.detach()))
-        return MasterWeight(torch.empty(mine.shape, dtype=torch.float32, device=mine.device), needs_single=True)
+        value = chunk.of(_local(parameter.detach()))
+        if value.dtype is not torch.float32 or not chunk.is_even:
+            value = torch.empty(value.shape, dtype=torch.float32, device=value.device)
+        return MasterWeight(value, needs_single=True)
     if parameter.dtype is torch.float32:
         return None
     # A loss scale is divided out of the gradient, which fp16 has no room for.

@@ -14,7 +14,8 @@ class MasterWeight:
     """The fp32 value of a weight that is computed with in bf16, and the fp32 sum of its gradients.
 
     Attributes:
-        value: What the optimizer updates; the compute weight, or this rank's chunk of it, is its rounded copy.
+        value: What the optimizer updates; the compute weight, or this rank's chunk of it, is its rounded copy or,
+            in fp32, may be itself.
         needs_single: Its gradient is summed over ranks, so it must not stay in bf16.
         gradient: Sum over the microbatches so far; of one microbatch alone it may stay in bf16, which loses
             nothing because that is what the backward pass made. Once it is reduced, the value's chunk of it.

@@ -13,6 +13,7 @@ import torch.distributed as dist
 
 from hpjob.runtime.engine import Engine
 from hpjob.runtime.mesh import build_mesh
+from hpjob.runtime.parallel import whole_weights
 from hpjob.runtime.parity.case import Case, parse_case
 from hpjob.runtime.parity.data import global_batch, rank_batch
 from hpjob.runtime.pipeline.executor import PipelineExecutor
@@ -23,7 +24,7 @@ from hpjob.runtime.sequence import attention_interface
 pytestmark = pytest.mark.distributed
 
 SMALL = "hidden_size=32 intermediate_size=48 vocab_size=96 seq_length=16 precision=fp32"
-# Names differ between torch versions; FSDP2 calls one of each kind.
+# Names differ between torch versions.
 COLLECTIVES = {
     "all_reduce": "all_reduce",
     "all_gather_into_tensor": "all_gather",
@@ -32,6 +33,12 @@ COLLECTIVES = {
     "reduce_scatter_single": "reduce_scatter",
     "all_to_all_single": "all_to_all",
     "batch_isend_irecv": "messages",
+}
+# Each is of all weights of a layer.
+OF_WHOLE_WEIGHTS = {
+    "start_all_reduce": "all_reduce",
+    "start_all_gather": "all_gather",
+    "start_reduce_scatter": "reduce_scatter",
 }
 
 
@@ -62,9 +69,10 @@ def count_step(case: Case) -> Counter[str]:
     with ExitStack() as patches:
         attention = counted("attention", attention_interface.local_attention)
         patches.enter_context(patch.object(attention_interface, "local_attention", attention))
-        for name, kind in COLLECTIVES.items():
-            if hasattr(dist, name):
-                patches.enter_context(patch.object(dist, name, counted(kind, getattr(dist, name))))
+        for module, names in ((dist, COLLECTIVES), (whole_weights, OF_WHOLE_WEIGHTS)):
+            for name, kind in names.items():
+                if hasattr(module, name):
+                    patches.enter_context(patch.object(module, name, counted(kind, getattr(module, name))))
         engine.train_step(batch, 2)
     return counts
 
@@ -136,14 +144,15 @@ def test_deferred_weight_gradients_cost_no_further_recomputation(
 
 def test_deferred_weight_gradients_are_reduced_once(pool: ProcessPool) -> None:
     text = "pp_size=2 pp_style=zbv num_model_chunks=2 dp_size=2 zero_stage=1 num_microbatches=3"
-    # Two stages of one layer each: the layer's unit and the rest's, which the middle stages leave empty.
+    # Two stages of one layer each, the first with the embedding and the last with the head.
     assert counts_of(pool, text)["reduce_scatter"] == 4
 
 
-# FSDP2 units: four layers and the rest; three microbatches. Two all-reduces a step are ours (tokens, figures).
+# With FSDP2, four layers and the rest; else embedding, four layers, norm and head. Three microbatches. Two all-reduces
+# a step are of tokens and figures.
 @pytest.mark.parametrize(
     ("zero_stage", "gathers", "scatters", "sums"),
-    [(1, 5, 5, 2), (2, 5, 15, 2), (3, 5 * 3 * 2, 15, 2)],
+    [(1, 6, 6, 2), (2, 5, 15, 2), (3, 5 * 3 * 2, 15, 2)],
 )
 def test_zero_stages(pool: ProcessPool, zero_stage: int, gathers: int, scatters: int, sums: int) -> None:
     counts = counts_of(pool, f"dp_size=2 zero_stage={zero_stage} num_microbatches=3")
@@ -152,8 +161,8 @@ def test_zero_stages(pool: ProcessPool, zero_stage: int, gathers: int, scatters:
     assert counts["all_gather"] == gathers
 
 
-# Sums across groups: one a unit and step, however often gradients are reduced inside a group.
-@pytest.mark.parametrize(("zero_stage", "gathers", "scatters", "sums"), [(1, 5, 5, 5 + 2), (3, 30, 15, 5 + 2)])
+# Sums across groups: one of these parts and step, however often gradients are reduced inside a group.
+@pytest.mark.parametrize(("zero_stage", "gathers", "scatters", "sums"), [(1, 6, 6, 6 + 2), (3, 30, 15, 5 + 2)])
 def test_shards_in_groups(pool: ProcessPool, zero_stage: int, gathers: int, scatters: int, sums: int) -> None:
     counts = counts_of(pool, f"dp_size=4 zero_shard_size=2 zero_stage={zero_stage} num_microbatches=3")
     assert (counts["all_gather"], counts["reduce_scatter"], counts["all_reduce"]) == (gathers, scatters, sums)
@@ -180,9 +189,8 @@ def order_of_step(case: Case) -> list[str]:
     batch = rank_batch(global_batch(case.recipe, 1), mesh.dp_rank, mesh.dp_size)
     with ExitStack() as patches:
         patches.enter_context(patch.object(PipelineExecutor, "_backward", noted_backward))
-        for name in ("reduce_scatter_tensor", "reduce_scatter_single"):
-            if hasattr(dist, name):
-                patches.enter_context(patch.object(dist, name, noted_reduction(getattr(dist, name))))
+        reduction = noted_reduction(whole_weights.start_reduce_scatter)
+        patches.enter_context(patch.object(whole_weights, "start_reduce_scatter", reduction))
         engine.train_step(batch, 1)
     return began
 
@@ -190,12 +198,12 @@ def order_of_step(case: Case) -> list[str]:
 def test_a_stage_reduces_while_another_still_runs_backwards(pool: ProcessPool) -> None:
     chosen = case("pp_size=2 dp_size=2 pp_style=interleaved num_model_chunks=2 zero_stage=1 num_microbatches=4")
     order = pool.run(order_of_step, chosen, world=chosen.world)[0]
-    # One layer a stage: its unit reduces inside its last backward pass, before the other stage's last ones.
+    # One layer a stage: it is reduced inside its last backward pass, before the other stage's last ones.
     last_of_the_later_stage = max(i for i, what in enumerate(order) if what == "backward 2")
     assert order[last_of_the_later_stage + 1] == "reduce"
     assert "backward 0" in order[last_of_the_later_stage + 2 :]
 
 
-def test_zero_0_reduces_each_unit_once(pool: ProcessPool) -> None:
+def test_zero_0_reduces_each_weight_once(pool: ProcessPool) -> None:
     counts = counts_of(pool, "dp_size=2 zero_stage=0 num_microbatches=3")
-    assert counts["all_reduce"] == 5 + 2
+    assert counts["all_reduce"] == 6 + 2

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import Tensor
 from torch._dynamo.backends.debugging import aot_eager
 
@@ -16,7 +14,6 @@ from hpjob.runtime.mesh import build_mesh
 from hpjob.runtime.model.stage import DecoderStage
 from hpjob.runtime.optimizer import master
 from hpjob.runtime.optimizer.master import MasterWeight
-from hpjob.runtime.parallel import sharded_sums
 from hpjob.runtime.parity.case import parse_case
 from hpjob.runtime.parity.data import global_batch, rank_batch
 from hpjob.runtime.rehearsal.fake_world import fake_world
@@ -104,6 +101,8 @@ def distance(found: dict[str, Tensor], expected: dict[str, Tensor]) -> float:
         ("precision=bf16 pp_size=2 pp_style=zbv num_model_chunks=2 num_hidden_layers=4", 3 * (2 * LINEARS + 1)),
         # Each rank has a slice of whole key and value projections.
         ("precision=fp16 initial_scale=256 tp_size=4", 3 * (LAYERS * (LINEARS - 2) + 1)),
+        ("precision=bf16 dp_size=2 zero_stage=1", 3 * (LAYERS * LINEARS + 1)),
+        ("precision=fp32 dp_size=2 zero_stage=0", 3 * (LAYERS * LINEARS + 1)),
     ],
 )
 def test_sums_are_those_of_a_pass_of_its_own(
@@ -120,7 +119,7 @@ def test_sums_are_those_of_a_pass_of_its_own(
 @pytest.mark.parametrize(
     "text",
     [
-        "precision=bf16 num_microbatches=2 dp_size=2 zero_stage=1",
+        "precision=bf16 num_microbatches=2 dp_size=2 zero_stage=1 cpu_offload=true",
         "precision=bf16 num_microbatches=1",
         "precision=fp32 num_microbatches=2",
     ],
@@ -130,7 +129,9 @@ def test_other_gradients_are_added_as_they_were(text: str, products: list[torch.
     assert not products
 
 
-@pytest.mark.parametrize("more", ["recompute=full tie_word_embeddings=true", "recompute=selective"])
+@pytest.mark.parametrize(
+    "more", ["recompute=full tie_word_embeddings=true", "recompute=selective", "dp_size=2 zero_stage=1 recompute=full"]
+)
 def test_one_graph_serves_all_compiled_layers(
     more: str, apart: Callable[..., dict[str, Tensor]], products: list[torch.Size], graphs: list[Any]
 ) -> None:
@@ -151,9 +152,8 @@ def multiplied(monkeypatch: pytest.MonkeyPatch) -> list[torch.Size]:
         found.append(product.shape)
         return product if total is None else total.add_(product)
 
-    for module in (master, sharded_sums):
-        monkeypatch.setattr(module, "multiplies_to_single", lambda *_: True)
-        monkeypatch.setattr(module, "add_single_product", add)
+    monkeypatch.setattr(master, "multiplies_to_single", lambda *_: True)
+    monkeypatch.setattr(master, "add_single_product", add)
     return found
 
 
@@ -161,6 +161,7 @@ def multiplied(monkeypatch: pytest.MonkeyPatch) -> list[torch.Size]:
     ("text", "straight"),
     [
         ("dp_size=2 zero_stage=1", 3 * (LAYERS * LINEARS + 1)),
+        ("dp_size=2 zero_stage=1 num_microbatches=1", LAYERS * LINEARS + 1),
         ("dp_size=2 zero_stage=0 recompute=full", 3 * (LAYERS * LINEARS + 1)),
         ("tp_size=2 dp_size=2 zero_stage=1 enable_jit_fused=true", 3 * (LAYERS * LINEARS + 1)),
         ("pp_size=2 pp_style=zbv num_model_chunks=2 num_hidden_layers=4 dp_size=2", 3 * (2 * LINEARS + 1)),
@@ -175,7 +176,8 @@ def multiplied(monkeypatch: pytest.MonkeyPatch) -> list[torch.Size]:
 def test_products_go_straight_to_the_sums_that_are_reduced(
     text: str, straight: int, graphs: list[Any], multiplied: list[torch.Size]
 ) -> None:
-    assert gradients(f"precision=bf16 num_microbatches=3 {text}", steps=1)
+    count = "" if "num_microbatches" in text else "num_microbatches=3"
+    assert gradients(f"precision=bf16 {count} {text}", steps=1)
     assert len(multiplied) == straight
 
 
@@ -190,30 +192,6 @@ def test_a_frozen_weight_hands_on_nothing(mode: str, graphs: list[Any], products
         engine.accumulate_gradients(rank_batch(global_batch(case.recipe, 1), 0, 1))
         assert products
         assert len(frozen) == 2 * LAYERS and all(item.local_gradient is None for item in frozen)
-
-
-def test_sums_that_are_reduced_have_the_numbers_of_a_pass_of_its_own(
-    apart: Callable[[str], dict[str, Tensor]], multiplied: list[torch.Size], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """With FSDP2 over the one rank there is, whose collectives are real."""
-    monkeypatch.setattr("tests.runtime.engine.test_weight_sums.fake_world", lonely_world)
-    text = "precision=bf16 num_microbatches=3 cpu_offload=true zero_stage=1"
-    found = gradients(text)
-    assert len(multiplied) == 2 * 3 * (LAYERS * LINEARS + 1)
-    expected = apart(text)
-    assert found.keys() == expected.keys()
-    # Once rounded to bf16, once not.
-    assert 0.0 < distance(found, expected) < 0.01
-
-
-@contextmanager
-def lonely_world(rank: int, world: int) -> Iterator[None]:
-    """A process group of one rank."""
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=rank, world_size=world)
-    try:
-        yield
-    finally:
-        dist.destroy_process_group()
 
 
 def test_a_lost_microbatch_would_be_noticed(

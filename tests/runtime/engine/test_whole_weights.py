@@ -1,0 +1,219 @@
+"""Weights that all data-parallel ranks hold whole: the numbers of one rank, and nothing copied on the way."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import partial
+from types import SimpleNamespace
+from typing import Any
+from unittest.mock import patch
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+
+from hpjob.runtime.engine import Engine
+from hpjob.runtime.mesh import build_mesh
+from hpjob.runtime.optimizer.master import MasterWeight
+from hpjob.runtime.parallel import whole_weights
+from hpjob.runtime.parallel.own_chunk import OwnChunk, SharingRanks
+from hpjob.runtime.parallel.whole_weights import WholeWeights
+from hpjob.runtime.parity.case import Case, parse_case
+from hpjob.runtime.parity.compare import Outcome, assemble, relative_difference
+from hpjob.runtime.parity.data import global_batch, rank_batch
+from hpjob.runtime.parity.worker import Part
+from hpjob.runtime.process_pool import ProcessPool
+from hpjob.runtime.rehearsal.fake_world import fake_world
+
+pytestmark = [
+    pytest.mark.distributed,
+    # torch looks at gradients of what it traces.
+    pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning"),
+]
+
+SMALL = "num_hidden_layers=2 hidden_size=32 intermediate_size=50 vocab_size=97 seq_length=16"
+UNEVEN = "vocab_size=97 intermediate_size=50"
+"""Of these and hidden 32, no size divides by 3, and the vocabulary by nothing."""
+
+
+@pytest.mark.parametrize(
+    "case",
+    [
+        f"dp_size=3 zero_stage=1 {UNEVEN} tie_word_embeddings=true",
+        f"dp_size=3 zero_stage=0 {UNEVEN} num_microbatches=1 precision=bf16",
+        f"dp_size=4 zero_stage=1 zero_shard_size=2 {UNEVEN} recompute=full precision=fp16",
+    ],
+)
+def test_any_sizes_have_the_numbers_of_one_process(parity: Callable[..., Outcome], case: str) -> None:
+    outcome = parity(case)
+    assert outcome.ok, outcome
+
+
+def trained(case: Case, frozen: tuple[str, ...], broken: str | None = None, compiled: bool = False) -> list[Part]:
+    """Weights after two steps."""
+    mesh = build_mesh(case.plan, "cpu")
+    with patch.object(torch, "compile", partial(torch.compile, backend="aot_eager")), fault(broken):
+        engine = Engine(case.plan, case.recipe, mesh, torch.device("cpu"))
+        engine.optimizer._compiled = compiled
+        for item in engine.parameters:
+            item.parameter.requires_grad_(not any(name in item.name for name in frozen))
+        for step in (1, 2):
+            engine.train_step(rank_batch(global_batch(case.recipe, step), mesh.dp_rank, mesh.dp_size), step)
+    return [(p.name, p.region, p.local.clone()) for p in engine.parameters]
+
+
+@contextmanager
+def fault(name: str | None) -> Iterator[None]:
+    """Leave out one of the collectives of :mod:`whole_weights`."""
+    if name is None:
+        yield
+        return
+    with patch.object(whole_weights, name, lambda *_: SimpleNamespace(wait=lambda: None)):
+        yield
+
+
+def distance_from_one_rank(
+    pool: ProcessPool, text: str, dp: int, frozen: tuple[str, ...] = (), **settings: Any
+) -> float:
+    one = parse_case(f"{SMALL} num_microbatches={dp} precision=fp32", world=None, steps=4)
+    many = parse_case(f"{SMALL} num_microbatches=1 dp_size={dp} {text}", world=None, steps=4)
+    expected, _ = assemble(part for parts in pool.run(trained, one, frozen, world=1) for part in parts)
+    parts = pool.run(partial(trained, **settings), many, frozen, world=dp)
+    found, differing = assemble(part for of_rank in parts for part in of_rank)
+    assert not differing
+    return relative_difference(found, expected)
+
+
+# The very first layer then hands no gradient on, so that nothing says when the backward pass has left it.
+FROZEN = ("embed_tokens", "layers.1.mlp", "layers.0.input_layernorm")
+
+
+@pytest.mark.parametrize("text", ["zero_stage=1 precision=fp32", "zero_stage=0 precision=fp32 recompute=full"])
+def test_frozen_weights_stay_and_hold_nobody_up(pool: ProcessPool, text: str) -> None:
+    assert distance_from_one_rank(pool, text, 2, FROZEN) < 1e-6
+
+
+@pytest.mark.parametrize("left_out", ["start_reduce_scatter", "start_all_gather", "start_all_reduce"])
+def test_a_lost_exchange_would_be_noticed(pool: ProcessPool, left_out: str) -> None:
+    distance = distance_from_one_rank(pool, "zero_stage=1 precision=fp32", 2, broken=left_out)
+    assert not distance <= 1e-4  # memory that was never written may be no number
+
+
+@pytest.mark.parametrize("text", ["zero_stage=1 precision=fp32", "zero_stage=1 precision=bf16"])
+def test_the_compiled_update_writes_chunks_where_they_lie(pool: ProcessPool, text: str) -> None:
+    distance = distance_from_one_rank(pool, text, 3, compiled=True)
+    assert distance < (1e-6 if "fp32" in text else 1e-2)
+
+
+def storages(case: Case) -> list[tuple[str, int, int, int, int]]:
+    """Of every weight: name, memory of its sum when its reduction began, and after the step; bytes; elements."""
+    summed: dict[int, int] = {}
+    begin = whole_weights.start_reduce_scatter
+
+    def noted(parts: list[Tensor], wholes: list[Tensor], group: Any) -> Any:
+        summed.update({part.data_ptr(): whole.data_ptr() for part, whole in zip(parts, wholes, strict=True)})
+        return begin(parts, wholes, group)
+
+    with fake_world(0, case.world), patch.object(whole_weights, "start_reduce_scatter", noted):
+        engine = Engine(case.plan, case.recipe, build_mesh(case.plan, "cpu"), torch.device("cpu"))
+        engine.train_step(rank_batch(global_batch(case.recipe, 1), 0, case.plan.degrees.dp), 1)
+        found = []
+        for item in engine.parameters:
+            gradient, weight = item.local_gradient, item.compute_weight
+            assert gradient is not None and gradient.dtype is torch.float32
+            assert weight is not None and weight.untyped_storage().data_ptr() == item.whole.data_ptr()
+            storage = gradient.untyped_storage()
+            found.append(
+                (item.name, summed[gradient.data_ptr()], storage.data_ptr(), storage.nbytes(), item.whole.numel())
+            )
+    return found
+
+
+def test_reduced_gradients_lie_in_their_sums() -> None:
+    case = parse_case(f"{SMALL} vocab_size=96 dp_size=2 zero_stage=1 precision=bf16", world=None, steps=4)
+    found = storages(case)
+    assert len(found) == 2 * 9 + 3
+    for name, before, after, size, elements in found:
+        assert (before, size) == (after, 4 * elements), name
+
+
+def reduced_before_the_end(case: Case) -> list[tuple[int, int]]:
+    """Of every reduction: weights that are in it, and gradients that exist when it begins."""
+    found: list[tuple[int, int]] = []
+    with fake_world(0, case.world):
+        engine = Engine(case.plan, case.recipe, build_mesh(case.plan, "cpu"), torch.device("cpu"))
+
+        def noted(_: Any, wholes: list[Tensor], __: Any) -> Any:
+            held = [p for p in engine.parameters if p.parameter.grad is not None or p.master.gradient is not None]  # type: ignore[union-attr]
+            found.append((len(wholes), len(held)))
+            return SimpleNamespace(wait=lambda: None)
+
+        with patch.object(whole_weights, "start_reduce_scatter", noted):
+            engine.accumulate_gradients(rank_batch(global_batch(case.recipe, 1), 0, case.plan.degrees.dp))
+    return found
+
+
+@pytest.mark.parametrize("recompute", ["none", "full", "selective"])
+def test_a_layer_is_reduced_before_the_backward_pass_comes_to_the_next(recompute: str) -> None:
+    text = f"{SMALL} vocab_size=96 dp_size=2 zero_stage=1 num_microbatches=1 recompute={recompute}"
+    # Norm and head; a layer; the layer before it; the embedding.
+    assert reduced_before_the_end(parse_case(text, world=None, steps=4)) == [(2, 2), (9, 11), (9, 20), (1, 21)]
+
+
+class Weight:
+    """A weight without an engine."""
+
+    def __init__(self, shape: tuple[int, ...], ranks: SharingRanks) -> None:
+        self.parameter = nn.Parameter(torch.zeros(shape))
+        self.chunk = OwnChunk.of_shape(shape, 0, ranks)
+        self.master = MasterWeight(torch.zeros(self.chunk.of(self.whole).shape), needs_single=True)
+
+    @property
+    def whole(self) -> Tensor:
+        return self.parameter.detach()
+
+    def collect_gradient(self) -> None:
+        if self.parameter.grad is not None:
+            self.master.add(self.parameter.grad)
+            self.parameter.grad = None
+
+
+def exchange(shard: int) -> tuple[list[list[float]], list[list[float]], int]:
+    """Gradients and weights of two weights of which one has no gradient on rank 0, and the place in the shard group."""
+    import torch.distributed as dist
+
+    mesh = init_device_mesh("cpu", (dist.get_world_size() // shard, shard), mesh_dim_names=("replicate", "shard"))
+    ranks = SharingRanks(mesh.get_group("shard"), mesh.get_group("replicate"))
+    weights = [Weight((4, 1), ranks), Weight((3, 1), ranks)]
+    layer = nn.Module()
+    layer.even, layer.uneven = (weight.parameter for weight in weights)
+    stage: Any = SimpleNamespace(part=SimpleNamespace(is_first=False, is_last=False), decoder_layers=[layer])
+    whole = WholeWeights(stage, weights)
+    rank = dist.get_rank()
+    weights[0].parameter.grad = torch.arange(4.0).view(4, 1) + rank
+    if rank:
+        weights[1].parameter.grad = torch.full((3, 1), float(rank))
+    whole.finish_reduction()
+    gradients = [weight.master.gradient.flatten().tolist() for weight in weights]  # type: ignore[union-attr]
+    for weight in weights:
+        weight.chunk.of(weight.whole).fill_(10.0 + mesh["shard"].get_local_rank())
+        weight.chunk.is_news = True
+    for hook in layer._forward_pre_hooks.values():
+        hook(layer, (torch.zeros(1),))
+    return gradients, [weight.whole.flatten().tolist() for weight in weights], mesh["shard"].get_local_rank()
+
+
+@pytest.mark.parametrize(("world", "shard"), [(2, 2), (4, 2), (4, 1)])
+def test_a_weight_without_a_gradient_on_one_rank_counts_as_zero_there(
+    pool: ProcessPool, world: int, shard: int
+) -> None:
+    ranks = sum(range(world))
+    for gradients, weights, place in pool.run(exchange, shard, world=world):
+        size = 4 // shard
+        assert gradients[0] == [world * row + ranks for row in range(place * size, (place + 1) * size)]
+        mine = range(3)[place * 2 : place * 2 + 2] if shard == 2 else range(3)
+        assert gradients[1] == [float(ranks)] * len(mine)
+        assert weights[0] == [10.0 + row // size for row in range(4)]
+        assert weights[1] == ([10.0, 10.0, 11.0] if shard == 2 else [10.0] * 3)
