@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import math
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
@@ -30,6 +29,7 @@ from hpjob.runtime.sequence.split_gather import (
     reduce_scatter_sequence,
     split_sequence,
 )
+from tests.runtime.file_memory import FileMemory, HastyFileMemory
 from tests.runtime.gloo_pool import GlooPool
 from tests.runtime.sequence.attention_reference import relative_error
 
@@ -96,34 +96,11 @@ def test_bf16_stays_within_its_rounding(pool: GlooPool, is_ring: bool) -> None:
         assert max(errors) <= 2e-2
 
 
-class FileMemory:
-    """Memory of all ranks in files that they share, in place of memory of GPUs."""
-
-    def __init__(self, group: dist.ProcessGroup, folder: str, num_bytes: int) -> None:
-        self.group = group
-        self.whole = [
-            torch.from_file(f"{folder}/{num_bytes}-{rank}", shared=True, size=num_bytes, dtype=torch.uint8)
-            for rank in range(group.size())
-        ]
-
-    def of(self, rank: int, shape: Sequence[int], dtype: torch.dtype, begin: int = 0) -> torch.Tensor:
-        return self.whole[rank][begin : begin + math.prod(shape) * dtype.itemsize].view(dtype).view(*shape)
-
-    def meet(self) -> None:
-        dist.barrier(group=self.group)
-
-
 def exchange_between(group: dist.ProcessGroup, folder: str | None, meets: bool = True) -> SequenceExchange:
     if folder is None:
         return CollectiveExchange(group)
-    if meets:
-        return PeerExchange(group, partial(FileMemory, group, folder), torch.device("cpu"))
-
-    class Hasty(FileMemory):
-        def meet(self) -> None:
-            """Reads whatever is there."""
-
-    return PeerExchange(group, partial(Hasty, group, folder), torch.device("cpu"))
+    memory = FileMemory if meets else HastyFileMemory
+    return PeerExchange(group, partial(memory, group, folder), torch.device("cpu"))
 
 
 def errors_of_compiled_mlp(group: dist.ProcessGroup, folder: str | None) -> list[float]:
