@@ -43,6 +43,7 @@ from hpjob.runtime.pipeline.executor import Head, Microbatch, PipelineExecutor
 from hpjob.runtime.pipeline.schedule import Schedule, build_schedule
 from hpjob.runtime.pipeline.transport import Transport
 from hpjob.runtime.sequence.attention_interface import describe_attention
+from hpjob.runtime.sequence.exchange import sequence_exchange
 from hpjob.runtime.sequence.sequence_split import SequenceSplit, sequence_split
 from hpjob.runtime.support import refuse_unsupported
 from hpjob.runtime.weight_gradients import WeightGradientQueue
@@ -113,7 +114,7 @@ class Engine:
         self._rank = mesh.coordinate(Axis.PP)
         self._kernel = attention_kernel(plan, mesh)
         self._split = sequence_split(plan.seq_length, plan.sequence_parallelism_mode, mesh)
-        self._region = _tensor_region(plan, recipe, mesh)
+        self._region = _tensor_region(plan, recipe, mesh, device)
         self._schedule = build_schedule(plan.pipeline, plan.degrees.pp)
         self.parameters: list[ShardedParameter] = []
         """All parameters of this rank."""
@@ -363,14 +364,16 @@ class Engine:
             yield Microbatch(*parts)
 
 
-def _tensor_region(plan: Plan, recipe: Recipe, mesh: Mesh) -> TensorRegion:
+def _tensor_region(plan: Plan, recipe: Recipe, mesh: Mesh, device: torch.device) -> TensorRegion:
     mode = plan.sequence_parallelism_mode
+    splits = mode == "split_gather" and mesh.size(Axis.TP) > 1 and compiles_layers(plan, recipe, device)
     return TensorRegion(
         mesh=mesh.tp_mesh,
         splits_sequence=mode in ("split_gather", "ring"),
         batch=plan.pipeline.microbatch_size,
         is_ring=mode == "ring",
         gathers_first=recipe.parallel.use_fp8,
+        edges=sequence_exchange(mesh.group(Axis.TP), device) if splits else None,
     )
 
 

@@ -20,6 +20,7 @@ from hpjob.runtime.parallel.fp8 import Fp8Product
 from hpjob.runtime.parallel.region import chunk_bounds
 from hpjob.runtime.parallel.tensor_region import TensorRegion
 from hpjob.runtime.sequence.compiled_gather import compiled_gather_linear
+from hpjob.runtime.sequence.compiled_scatter import compiled_linear_scatter
 from hpjob.runtime.sequence.split_gather import BlockInput, gather_linear, linear_reduce_scatter
 from hpjob.runtime.weight_gradients import GradientTarget, PutOffProducts, WeightGradientQueue
 from hpjob.runtime.weight_sums import ProductReceiver, handing_linear, number_of
@@ -82,7 +83,8 @@ class DeferringLinear(nn.Module, ABC):
         if self.fp8 is not None:
             product = self.fp8(inputs, weight)
             return product if bias is None else product + bias
-        if self.number is not None and inputs.requires_grad and weight.requires_grad:
+        # Asked of the parameter: a compiler need not know of the local part of a DTensor that it wants a gradient.
+        if self.number is not None and inputs.requires_grad and self.weight.requires_grad:
             return handing_linear(inputs, weight, self.number, bias)
         return F.linear(inputs, weight, bias)
 
@@ -135,8 +137,8 @@ def multiply_gathered(
     """
     weights = [column.used_weight() for column in columns]
     if torch.compiler.is_compiling():
-        numbers = [c.number if w.requires_grad else None for c, w in zip(columns, weights, strict=True)]
-        products = compiled_gather_linear(shard, weights, numbers, region.group)
+        numbers = [column.number if column.weight.requires_grad else None for column in columns]
+        products = compiled_gather_linear(shard, weights, numbers, region.exchange)
     else:
         queue = columns[0].queue
         defer = None if queue is None else queue.defer_for([target for c in columns for target in c.targets])
@@ -190,6 +192,10 @@ class RowParallelLinear(DeferringLinear):
                 None if self.queue is None else self.queue.defer_for(self.targets), block
             )
             outputs = linear_reduce_scatter(self.region.as_row(inputs), self.used_weight(), settings, shard)
+        elif self.region.multiplies_while_gathering:
+            number = self.number if self.weight.requires_grad else None
+            row = self.region.as_row(inputs)
+            outputs = compiled_linear_scatter(row, self.used_weight(), number, self.region.exchange)
         else:
             outputs = self.region.leave(self.product(inputs))
         return outputs if self.bias is None else outputs + self.bias

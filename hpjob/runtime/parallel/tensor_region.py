@@ -10,6 +10,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from hpjob.runtime.parallel.collectives import copy_to_group, reduce_from_group
+from hpjob.runtime.sequence.exchange import SequenceExchange
 from hpjob.runtime.sequence.sequence_collectives import unflatten
 from hpjob.runtime.sequence.split_gather import (
     BlockInput,
@@ -33,6 +34,7 @@ class TensorRegion:
         batch: Sequences of a microbatch, into which a split row is cut inside the region.
         is_ring: The cut layers of a block pass the parts around a ring while they multiply (``ring``).
         gathers_first: A split sequence is whole before it is multiplied, for products that cannot be made in parts.
+        edges: How compiled layers exchange parts of a split sequence.
     """
 
     mesh: DeviceMesh
@@ -40,10 +42,22 @@ class TensorRegion:
     batch: int = 1
     is_ring: bool = False
     gathers_first: bool = False
+    edges: SequenceExchange | None = None
 
     @property
     def group(self) -> dist.ProcessGroup:
         return self.mesh.get_group()
+
+    @property
+    def exchange(self) -> SequenceExchange:
+        """:attr:`edges`.
+
+        Raises:
+            RuntimeError: There are none.
+        """
+        if self.edges is None:
+            raise RuntimeError("no exchange was made for this region")
+        return self.edges
 
     @property
     def size(self) -> int:
@@ -65,7 +79,7 @@ class TensorRegion:
 
     @property
     def multiplies_while_splitting(self) -> bool:
-        """Whether a block's last linear scatters the sequence itself; the compiler is shown each step of that."""
+        """Whether a block's last linear scatters the sequence itself, and gathers its input for the first ones."""
         return self.multiplies_while_gathering and not torch.compiler.is_compiling()
 
     def shape_outside(self, length: int, width: int) -> tuple[int, int, int]:

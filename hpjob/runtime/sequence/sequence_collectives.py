@@ -43,6 +43,8 @@ class PendingReduction:
 
     part: Tensor
     work: Any
+    pieces: Tensor
+    """What is summed, held until it has been read."""
 
     def wait(self) -> Tensor:
         """This rank's part of the sum over the group."""
@@ -87,9 +89,19 @@ def start_reduction(tensor: Tensor, group: dist.ProcessGroup, dim: int = 1) -> P
     size = dist.get_world_size(group)
     check_divisible(tensor.shape[dim], size)
     pieces = cut_pieces(tensor, size, dim)
-    part = torch.empty_like(pieces[0])
+    return start_reduction_of_pieces(pieces, torch.empty_like(pieces[0]), group)
+
+
+def start_reduction_of_pieces(pieces: Tensor, part: Tensor, group: dist.ProcessGroup) -> PendingReduction:
+    """Begin to sum (group size, *shape of a piece) over the group; a rank's own piece is written to ``part``."""
     work = _reduce_scatter(part.view(-1), pieces.view(-1), group=group, async_op=True)
-    return PendingReduction(part=part, work=work)
+    return PendingReduction(part=part, work=work, pieces=pieces)
+
+
+def own_part(tensor: Tensor, group: dist.ProcessGroup, dim: int = 1) -> Tensor:
+    """View this rank's part along a dim that is a multiple of the group size."""
+    length = tensor.shape[dim] // dist.get_world_size(group)
+    return tensor.narrow(dim, dist.get_rank(group) * length, length)
 
 
 def local_part(tensor: Tensor, group: dist.ProcessGroup, dim: int = 1) -> Tensor:
@@ -98,9 +110,8 @@ def local_part(tensor: Tensor, group: dist.ProcessGroup, dim: int = 1) -> Tensor
     Raises:
         UserInputError: ``dim`` is no multiple of the group size.
     """
-    size = dist.get_world_size(group)
-    check_divisible(tensor.shape[dim], size)
-    return tensor.chunk(size, dim=dim)[dist.get_rank(group)].contiguous()
+    check_divisible(tensor.shape[dim], dist.get_world_size(group))
+    return own_part(tensor, group, dim).contiguous()
 
 
 def check_divisible(length: int, size: int) -> None:

@@ -17,6 +17,7 @@ import torch.distributed as dist
 import torch.distributed._functional_collectives as functional
 from torch import Tensor
 
+from hpjob.runtime.sequence.overlapped_products import multiply_while_gathering, multiply_while_scattering
 from hpjob.runtime.sequence.ring import Ring, circulate
 from hpjob.runtime.sequence.sequence_collectives import (
     check_divisible,
@@ -136,8 +137,7 @@ class _GatherLinear(torch.autograd.Function):
         ctx.settings = settings
         ctx.save_for_backward(shard, *weights)
         if not settings.is_ring:
-            whole = start_gather(shard, settings.group).wait()
-            return tuple(whole @ weight.t() for weight in weights)
+            return tuple(multiply_while_gathering(shard, [weight.t() for weight in weights], settings.group)[1])
         parts: list[tuple[Tensor, ...]] = [()] * dist.get_world_size(settings.group)
         for source, visiting in _ring_shards(shard, settings.group):
             parts[source] = tuple(visiting @ weight.t() for weight in weights)
@@ -186,7 +186,7 @@ class _LinearReduceScatter(torch.autograd.Function):
         check_divisible(tensor.shape[1], dist.get_world_size(settings.group))
         if settings.is_ring:
             return _ring_reduce((tensor,), lambda parts: parts[0] @ weight.t(), settings.group)
-        return start_reduction(tensor @ weight.t(), settings.group).wait()
+        return multiply_while_scattering([tensor], [weight.t()], settings.group)()
 
     @staticmethod
     def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor | None, ...]:
@@ -205,8 +205,7 @@ class _LinearReduceScatter(torch.autograd.Function):
                 arrived[source], products[source] = visiting, visiting[..., :width] @ weight
             gathered, grad_input = torch.cat(arrived, dim=1), torch.cat(products, dim=1)
         else:
-            gathered = start_gather(travelling, settings.group).wait()
-            grad_input = gathered[..., :width] @ weight
+            gathered, (grad_input,) = multiply_while_gathering(travelling, [weight], settings.group, width=width)
         whole = gathered[..., :width]
         if settings.block is not None and rides_along:
             settings.block.give(gathered[..., width:])

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
+from pathlib import Path
 from typing import Any
 from unittest import mock
 
@@ -12,7 +15,10 @@ import torch
 import torch.distributed as dist
 
 from hpjob.core.errors import UserInputError
+from hpjob.runtime.sequence import overlapped_products as overlap
 from hpjob.runtime.sequence.compiled_gather import compiled_gather_linear
+from hpjob.runtime.sequence.compiled_scatter import compiled_linear_scatter
+from hpjob.runtime.sequence.exchange import CollectiveExchange, PeerExchange, SequenceExchange
 from hpjob.runtime.sequence.sequence_collectives import local_part
 from hpjob.runtime.sequence.split_gather import (
     SequenceLinearSettings,
@@ -23,6 +29,7 @@ from hpjob.runtime.sequence.split_gather import (
     reduce_scatter_sequence,
     split_sequence,
 )
+from tests.runtime.file_memory import FileMemory, HastyFileMemory
 from tests.runtime.gloo_pool import GlooPool
 from tests.runtime.sequence.attention_reference import relative_error
 
@@ -89,28 +96,120 @@ def test_bf16_stays_within_its_rounding(pool: GlooPool, is_ring: bool) -> None:
         assert max(errors) <= 2e-2
 
 
-def errors_of_compiled_mlp(group: dist.ProcessGroup) -> list[float]:
-    """The first two linears of an MLP, compiled, against the same not compiled: outputs and gradients."""
+def exchange_between(group: dist.ProcessGroup, folder: str | None, meets: bool = True) -> SequenceExchange:
+    if folder is None:
+        return CollectiveExchange(group)
+    memory = FileMemory if meets else HastyFileMemory
+    return PeerExchange(group, partial(memory, group, folder), torch.device("cpu"))
+
+
+def errors_of_compiled_mlp(group: dist.ProcessGroup, folder: str | None) -> list[float]:
+    """An MLP on one row of tokens, compiled, against the same not compiled: output and gradients, three times."""
     whole = whole_tensors(4 * group.size())
-    inputs = [local_part(whole[0], group), local_part(whole[1], group, 0), local_part(whole[2], group, 0)]
+    inputs = [
+        local_part(whole[0][:1], group),
+        local_part(whole[1], group, 0),
+        local_part(whole[2], group, 0),
+        local_part(whole[3], group, 1),
+    ]
+    exchange = exchange_between(group, folder)
 
-    def products(shard: torch.Tensor, gate: torch.Tensor, up: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    def mlp(shard: torch.Tensor, gate: torch.Tensor, up: torch.Tensor, down: torch.Tensor) -> torch.Tensor:
         if torch.compiler.is_compiling():
-            return compiled_gather_linear(shard, (gate, up), (None, None), group)
-        return gather_linear(shard, (gate, up), SequenceLinearSettings(group=group))
+            left, right = compiled_gather_linear(shard, (gate, up), (None, None), exchange)
+            return compiled_linear_scatter(left.tanh() * right, down, None, exchange)
+        settings = SequenceLinearSettings(group=group)
+        left, right = gather_linear(shard, (gate, up), settings)
+        return linear_reduce_scatter(left.tanh() * right, down, settings)
 
-    def results(function: Callable[..., tuple[torch.Tensor, ...]]) -> list[torch.Tensor]:
-        leaves = [tensor.clone().requires_grad_() for tensor in inputs]
-        left, right = function(*leaves)
-        out = left.tanh() * right
-        return [left, right, *torch.autograd.grad(out.square().sum(), leaves)]
+    def results(function: Callable[..., torch.Tensor], factor: float) -> list[torch.Tensor]:
+        leaves = [(factor * tensor).requires_grad_() for tensor in inputs]
+        out = function(*leaves)
+        return [out, *torch.autograd.grad(out.square().sum(), leaves)]
 
-    compiled = torch.compile(products, fullgraph=True, backend="aot_eager")
-    return [relative_error(a, e) for a, e in zip(results(compiled), results(products), strict=True)]
+    compiled = torch.compile(mlp, fullgraph=True, dynamic=False, backend="aot_eager")
+    pairs = [(results(compiled, factor), results(mlp, factor)) for factor in (1.0, 0.5, 2.0)]
+    return [relative_error(a, e) for actual, expected in pairs for a, e in zip(actual, expected, strict=True)]
 
 
-def test_compiled_linears_gather_to_the_same_numbers(pool: GlooPool) -> None:
-    assert max(max(errors) for errors in pool.run(errors_of_compiled_mlp, 2)) <= 1e-6
+@pytest.mark.parametrize("shares_memory", [False, True], ids=["collectives", "peer memory"])
+@pytest.mark.parametrize("world", [2, 3])
+def test_compiled_linears_come_to_the_same_numbers(
+    pool: GlooPool, world: int, shares_memory: bool, tmp_path: Path
+) -> None:
+    folder = str(tmp_path) if shares_memory else None
+    assert max(max(errors) for errors in pool.run(errors_of_compiled_mlp, world, folder)) <= 2e-6
+
+
+def peer_products(group: dist.ProcessGroup, folder: str, meets: bool) -> list[float]:
+    """Errors of gathers, products and sums through peer memory, with sizes that grow; one rank is late."""
+    exchange = exchange_between(group, folder, meets)
+    size, rank = group.size(), group.rank()
+    errors = []
+    for turn, length in enumerate((2, 2, 2, 4)):
+        generator = torch.Generator().manual_seed(turn)
+        everyone = [torch.randn(1, length * size, 5, generator=generator) for _ in range(size)]
+        factors = [torch.randn(5, width, generator=generator) for width in (3, 3)]
+        shard = local_part(everyone[0], group)
+        if not meets:
+            dist.barrier(group=group)
+            time.sleep(0.2 * rank)
+        pending = exchange.gather(shard)
+        finish = exchange.multiply_while_scattering([everyone[rank], 2 * everyone[rank]], factors)
+        whole, products = exchange.multiply_while_gathering(shard, factors)
+        total = torch.stack(everyone).sum(0) @ (factors[0] + 2 * factors[1])
+        pairs = [
+            (pending.wait(), everyone[0]),
+            (whole, everyone[0]),
+            *((product, everyone[0] @ factor) for product, factor in zip(products, factors, strict=True)),
+            (exchange.products(shard, factors[:1])[0], everyone[0] @ factors[0]),
+            (finish().sum(0, keepdim=True), local_part(total, group)),
+        ]
+        errors += [relative_error(actual, expected) for actual, expected in pairs]
+    return errors
+
+
+@pytest.mark.parametrize("world", [2, 4])
+def test_products_through_peer_memory(pool: GlooPool, world: int, tmp_path: Path) -> None:
+    assert max(max(errors) for errors in pool.run(peer_products, world, str(tmp_path), True)) <= 2e-6
+
+
+def test_ranks_that_do_not_meet_read_the_wrong_thing(pool: GlooPool, tmp_path: Path) -> None:
+    assert max(max(errors) for errors in pool.run(peer_products, 2, str(tmp_path), False)) > 1e-2
+
+
+def overlapped_products(group: dist.ProcessGroup, parts: int, lost: int) -> tuple[list[float], int]:
+    """Errors of both kinds of products, in a given number of parts, and how many sums there were; ``lost`` rows of
+    each rank are left out."""
+    generator = torch.Generator().manual_seed(6)
+    size, rows = group.size(), 6
+    everyone = [torch.randn(1, rows * size, 5, generator=generator) for _ in range(size)]
+    factors = [torch.randn(5, width, generator=generator) for width in (3, 4)]
+    mine = everyone[group.rank()].clone()
+    mine[:, :lost] = 0
+    with mock.patch.object(overlap, "_LEAST_ROWS", rows // parts), counted_collectives() as counts:
+        scattered = overlap.multiply_while_scattering([mine], factors[:1], group)()
+    gathered, products = overlap.multiply_while_gathering(local_part(everyone[0], group), factors, group, width=None)
+    (narrow,) = overlap.multiply_while_gathering(local_part(everyone[0], group), [factors[0][:2]], group, width=2)[1]
+    total = torch.stack(everyone).sum(0) @ factors[0]
+    pairs = [
+        (scattered, local_part(total, group)),
+        (gathered, everyone[0]),
+        *((product, everyone[0] @ factor) for product, factor in zip(products, factors, strict=True)),
+        (narrow, everyone[0][..., :2] @ factors[0][:2]),
+    ]
+    return [relative_error(actual, expected) for actual, expected in pairs], counts["reduce_scatter"]
+
+
+@pytest.mark.parametrize(("world", "parts"), [(1, 2), (2, 1), (2, 2), (3, 3)])
+def test_products_beside_communication(pool: GlooPool, world: int, parts: int) -> None:
+    for errors, sums in pool.run(overlapped_products, world, parts, 0):
+        assert max(errors) <= 1e-6
+        assert sums == (1 if world == 1 else parts)
+
+
+def test_a_part_that_is_not_summed_is_seen(pool: GlooPool) -> None:
+    assert max(errors[0] for errors, _ in pool.run(overlapped_products, 2, 2, 1)) > 1e-2
 
 
 @contextmanager

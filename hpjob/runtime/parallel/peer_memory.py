@@ -1,0 +1,139 @@
+"""Memory of every rank of a group that the other ranks read directly, over NVLink or the like.
+
+A GPU's copy engines read it while all multiprocessors compute. A collective of NCCL occupies multiprocessors: products
+that run beside it lose more than half of the time that it takes (``benchmarks/peer_copies.py``).
+"""
+
+from __future__ import annotations
+
+import logging
+import socket
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed import _symmetric_memory as symmetric
+
+log = logging.getLogger(__name__)
+
+_BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
+
+
+class PeerMemory(Protocol):
+    """The same number of bytes on every rank of a group."""
+
+    def of(self, rank: int, shape: Sequence[int], dtype: torch.dtype, begin: int = 0) -> Tensor:
+        """View a part of a rank's memory.
+
+        Args:
+            rank: In the group.
+            shape: Of the view.
+            dtype: Of the view.
+            begin: First byte; a multiple of the size of ``dtype``.
+        """
+
+    def meet(self) -> None:
+        """Let the current stream wait until those of all ranks have come here: what they wrote before can be read."""
+
+
+class SymmetricMemory:
+    """Symmetric memory of torch; making it is a collective call of the group.
+
+    Args:
+        group: Ranks of one host.
+        num_bytes: On each rank.
+        device: This rank's GPU.
+    """
+
+    def __init__(self, group: dist.ProcessGroup, num_bytes: int, device: torch.device) -> None:
+        # Held, because the handle does not.
+        self._memory = _torch().empty_strided_p2p((num_bytes,), (1,), torch.uint8, device, group.group_name)
+        self._handle = _torch().rendezvous(self._memory)
+
+    def of(self, rank: int, shape: Sequence[int], dtype: torch.dtype, begin: int = 0) -> Tensor:
+        """See :class:`PeerMemory`."""
+        view: Tensor = self._handle.get_buffer(rank, list(shape), dtype, begin // dtype.itemsize)
+        return view
+
+    def meet(self) -> None:
+        """See :class:`PeerMemory`."""
+        self._handle.barrier(channel=0)
+
+
+def _torch() -> Any:
+    return symmetric._SymmetricMemory  # type: ignore[attr-defined]
+
+
+def reaches_peers(group: dist.ProcessGroup, device: torch.device) -> bool:
+    """Whether the ranks of a group can read each other's memory; a collective call of the group, equal on all ranks.
+
+    Args:
+        group: More than one rank.
+        device: This rank's.
+    """
+    if device.type != "cuda" or "nccl" not in dist.get_backend(group):
+        return False
+    hosts: list[Any] = [None] * group.size()
+    dist.all_gather_object(hosts, _host(), group=group)
+    if len(set(hosts)) > 1:
+        return False
+    able = torch.tensor(_can_share(group, device), device=device, dtype=torch.int32)
+    dist.all_reduce(able, dist.ReduceOp.MIN, group=group)
+    return bool(able.item())
+
+
+def _host() -> str:
+    boot = _BOOT_ID.read_text().strip() if _BOOT_ID.exists() else ""
+    return f"{socket.gethostname()} {boot}"
+
+
+def _can_share(group: dist.ProcessGroup, device: torch.device) -> bool:
+    try:
+        memory = SymmetricMemory(group, 4096, device)
+        memory.of((group.rank() + 1) % group.size(), (1,), torch.uint8).clone()
+        memory.meet()
+        torch.cuda.synchronize(device)
+    except (RuntimeError, ImportError, AttributeError, TypeError) as error:
+        log.info("ranks of this host cannot read each other's memory: %s", str(error).partition("\n")[0])
+        return False
+    return True
+
+
+class SideStream:
+    """A stream for copies beside the current one; on a CPU everything runs at once.
+
+    Args:
+        device: Whose.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._stream: torch.cuda.Stream | None = None
+        if device.type == "cuda":
+            self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+
+    @contextmanager
+    def following(self) -> Iterator[None]:
+        """Make it the current stream, behind all that the current one has been given so far."""
+        if self._stream is None:
+            yield
+            return
+        self._stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(self._stream):
+            yield
+
+    def mark(self) -> torch.cuda.Event | None:
+        """Return an event of all that it has been given so far."""
+        return None if self._stream is None else self._stream.record_event()
+
+    def join(self, event: torch.cuda.Event | None = None) -> None:
+        """Let the current stream wait for an event, or for all that this one has been given."""
+        if self._stream is None:
+            return
+        if event is None:
+            torch.cuda.current_stream().wait_stream(self._stream)
+        else:
+            torch.cuda.current_stream().wait_event(event)
