@@ -17,9 +17,10 @@ from hpjob.runtime.mesh import Mesh
 from hpjob.runtime.model.cuts import Cut
 from hpjob.runtime.model.experts import expert_placements
 from hpjob.runtime.model.initial import initial_region
+from hpjob.runtime.model.shared_weights import share_weights
 from hpjob.runtime.model.stage import EMBEDDING, DecoderStage
 from hpjob.runtime.optimizer.master import MasterWeight
-from hpjob.runtime.parallel.own_chunk import OwnChunk, sharing_ranks
+from hpjob.runtime.parallel.own_chunk import OwnChunk
 from hpjob.runtime.parallel.region import Region
 
 
@@ -181,18 +182,16 @@ def materialise(
         is_shared: Whether other ranks hold the same weights whole.
         fill: Makes the values; None = :func:`fill_from_seed`.
     """
-    ranks = sharing_ranks(mesh) if is_shared else {}
     fill = fill or fill_from_seed
     stage.to(dtype=compute_dtype).to_empty(device=device)
+    shared = share_weights(stage, cuts, mesh, device) if is_shared else {}
     result = []
     for name, (global_name, parameter) in zip(cuts, stage.global_parameters(), strict=True):
         cut = cuts[name]
         tied_copy = global_name == EMBEDDING != name
         copy_number = mesh.experts["expert_replicate"].get_local_rank() if cut.is_expert else mesh.replicate_rank
         first_copy = copy_number == 0
-        chunk = None
-        if is_shared:
-            chunk = OwnChunk.of_shape(_local(parameter).shape, cut.shard_dim, ranks[cut.is_expert])
+        chunk, sum_home = shared.get(name, (None, None))
         result.append(
             ShardedParameter(
                 name=global_name,
@@ -201,7 +200,9 @@ def materialise(
                 counted=first_copy and (cut.over_tp or mesh.coordinate(Axis.TP) == 0) and not tied_copy,
                 partial_over_tp=cut.partial_over_tp,
                 tied_copy=tied_copy,
-                master=_master(parameter, chunk, needs_single=cut.partial_over_tp or global_name == EMBEDDING),
+                master=_master(
+                    parameter, chunk, sum_home, needs_single=cut.partial_over_tp or global_name == EMBEDDING
+                ),
                 described=_described(parameter, cut, mesh, is_shared=is_shared),
                 chunk=chunk,
             )
@@ -222,12 +223,14 @@ def _described(
     return mesh.weight_mesh["replicate", "tp", "shard"], (Replicate(), over_tp, Shard(cut.shard_dim))
 
 
-def _master(parameter: nn.Parameter, chunk: OwnChunk | None, *, needs_single: bool) -> MasterWeight | None:
+def _master(
+    parameter: nn.Parameter, chunk: OwnChunk | None, sum_home: Tensor | None, *, needs_single: bool
+) -> MasterWeight | None:
     if chunk is not None:
         value = chunk.of(_local(parameter.detach()))
         if value.dtype is not torch.float32 or not chunk.is_even:
             value = torch.empty(value.shape, dtype=torch.float32, device=value.device)
-        return MasterWeight(value, needs_single=True)
+        return MasterWeight(value, needs_single=True, home=sum_home)
     if parameter.dtype is torch.float32:
         return None
     # A loss scale is divided out of the gradient, which fp16 has no room for.

@@ -19,15 +19,19 @@ class MasterWeight:
         needs_single: Its gradient is summed over ranks, so it must not stay in bf16.
         gradient: Sum over the microbatches so far; of one microbatch alone it may stay in bf16, which loses
             nothing because that is what the backward pass made. Once it is reduced, the value's chunk of it.
+        home: Memory that the whole sum has to lie in, fp32; None = any.
     """
 
     value: Tensor
     needs_single: bool = False
     gradient: Tensor | None = None
+    home: Tensor | None = None
 
     def add(self, gradient: Tensor) -> None:
         """Add the gradient of one microbatch; it may be kept and must not be changed afterwards."""
-        if self.gradient is None:
+        if self.gradient is None and self.home is not None:
+            self.gradient = self.home.copy_(gradient)
+        elif self.gradient is None:
             self.gradient = gradient.float() if self.needs_single else gradient
         else:
             self.gradient = self.gradient.float().add_(gradient)
@@ -42,16 +46,22 @@ class MasterWeight:
             inputs: (tokens, inputs).
         """
         if multiplies_to_single(gradient.device, gradient.dtype):
-            self.gradient = add_single_product(self.gradient, gradient, inputs)
+            self.gradient = add_single_product(self.gradient, gradient, inputs, self.home)
         else:
             self.add(gradient.t() @ inputs)
 
 
-def add_single_product(total: Tensor | None, gradient: Tensor, inputs: Tensor) -> Tensor:
-    """Return ``total + gradient^T inputs`` in fp32, in the memory of an fp32 total; None = zero.
+def add_single_product(total: Tensor | None, gradient: Tensor, inputs: Tensor, home: Tensor | None = None) -> Tensor:
+    """Return ``total + gradient^T inputs`` in fp32, in the memory of an fp32 total; needs :func:`multiplies_to_single`.
 
-    Needs :func:`multiplies_to_single`.
+    Args:
+        total: None = zero.
+        gradient: (tokens, outputs).
+        inputs: (tokens, inputs).
+        home: What the first sum is written to.
     """
+    if total is None and home is not None:
+        return torch.mm(gradient.t(), inputs, out_dtype=torch.float32, out=home)
     if total is None:
         return torch.mm(gradient.t(), inputs, out_dtype=torch.float32)
     total = total.float()

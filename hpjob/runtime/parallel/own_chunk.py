@@ -11,6 +11,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from hpjob.runtime.mesh import Mesh
 from hpjob.runtime.parallel.coalesced import Work, wait_for
+from hpjob.runtime.parallel.peer_arena import PeerArena
 from hpjob.runtime.parallel.region import chunk_bounds
 
 
@@ -21,10 +22,12 @@ class SharingRanks:
     Attributes:
         shard: Those that have a chunk each.
         replicate: Those that have the same chunk.
+        arena: Where even weights and their sums lie, so that ``shard`` exchanges them by copies; None = by collectives.
     """
 
     shard: dist.ProcessGroup
     replicate: dist.ProcessGroup
+    arena: PeerArena | None = None
 
 
 def sharing_ranks(mesh: Mesh) -> dict[bool, SharingRanks]:

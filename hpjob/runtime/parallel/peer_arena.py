@@ -31,11 +31,10 @@ def _aligned(num_bytes: int) -> int:
 
 @dataclass(frozen=True, slots=True)
 class _Copied:
-    """Copies on their way, and what must live until they are done."""
+    """Copies on their way."""
 
     side: SideStream
     event: torch.cuda.Event | None
-    held: object = None
 
     def wait(self) -> None:
         self.side.join(self.event)
@@ -44,8 +43,7 @@ class _Copied:
 class PeerArena:
     """Places tensors in peer memory, and exchanges those whose dim 0 is divided evenly over the ranks.
 
-    Between an exchange and the next change of a tensor all ranks must have waited for the exchange and have met, for
-    example in a collective: nothing else tells when the last one has read.
+    An exchange has ended when all ranks have read what they need, so a tensor may be changed after waiting for it.
 
     Args:
         group: Ranks that reach each other's memory.
@@ -84,7 +82,7 @@ class PeerArena:
             for peer in self._peers():
                 for whole in wholes:
                     _chunk(whole, peer, self._size).copy_(self._chunk_of(peer, whole, peer))
-            return _Copied(self._side, self._side.mark())
+            return self._end()
 
     def start_reduce_scatter(self, wholes: Sequence[Tensor]) -> _Copied:
         """Begin to add to this rank's chunk of tensors of the arena those of the other ranks."""
@@ -97,7 +95,11 @@ class PeerArena:
                     arrived = staging[: mine.nbytes].view(mine.dtype).view(mine.shape)
                     arrived.copy_(self._chunk_of(peer, whole, self._rank))
                     mine.add_(arrived)
-            return _Copied(self._side, self._side.mark(), staging)
+            return self._end()
+
+    def _end(self) -> _Copied:
+        self._memory.meet()
+        return _Copied(self._side, self._side.mark())
 
     def _peers(self) -> list[int]:
         """The other ranks, so that at no time all read from one."""

@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import logging
 import socket
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -45,11 +46,11 @@ class SymmetricMemory:
 
     Args:
         group: Ranks of one host.
-        num_bytes: On each rank.
         device: This rank's GPU.
+        num_bytes: On each rank.
     """
 
-    def __init__(self, group: dist.ProcessGroup, num_bytes: int, device: torch.device) -> None:
+    def __init__(self, group: dist.ProcessGroup, device: torch.device, num_bytes: int) -> None:
         # Held, because the handle does not.
         self._memory = _torch().empty_strided_p2p((num_bytes,), (1,), torch.uint8, device, group.group_name)
         self._handle = _torch().rendezvous(self._memory)
@@ -62,6 +63,11 @@ class SymmetricMemory:
     def meet(self) -> None:
         """See :class:`PeerMemory`."""
         self._handle.barrier(channel=0)
+
+
+def allocator(group: dist.ProcessGroup, device: torch.device) -> Callable[[int], PeerMemory]:
+    """Return what makes memory of a size in bytes on all ranks of a group that :func:`reaches_peers`."""
+    return partial(SymmetricMemory, group, device)
 
 
 def _torch() -> Any:
@@ -93,7 +99,7 @@ def _host() -> str:
 
 def _can_share(group: dist.ProcessGroup, device: torch.device) -> bool:
     try:
-        memory = SymmetricMemory(group, 4096, device)
+        memory = SymmetricMemory(group, device, 4096)
         memory.of((group.rank() + 1) % group.size(), (1,), torch.uint8).clone()
         memory.meet()
         torch.cuda.synchronize(device)

@@ -19,7 +19,6 @@ from contextlib import AbstractContextManager, nullcontext
 from typing import Any, Generic, Protocol, TypeVar
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.autograd import Function
 
@@ -97,7 +96,7 @@ class _Unit:
             for chunk, _ in news:
                 chunk.is_news = False
             if ranks.shard.size() > 1:
-                self._gathers += _gather(news, ranks.shard)
+                self._gathers += _gather(news, ranks)
 
     def make_whole(self) -> None:
         """Wait until all weights are whole."""
@@ -113,7 +112,7 @@ def _sum(item: WholeWeight, master: MasterWeight) -> Tensor:
     """The whole sum of a weight's gradients."""
     item.collect_gradient()
     if master.gradient is None:
-        return torch.zeros_like(item.whole, dtype=torch.float32)
+        return torch.zeros_like(item.whole, dtype=torch.float32) if master.home is None else master.home.zero_()
     return master.gradient.contiguous()
 
 
@@ -123,8 +122,11 @@ def _reduce(
     works: list[Work] = []
     chunks = [chunk for chunk, _ in even]
     if ranks.shard.size() > 1:
-        if even:
-            works.append(start_reduce_scatter(chunks, [total for _, total in even], ranks.shard))
+        totals = [total for _, total in even]
+        if even and ranks.arena is not None:
+            works.append(ranks.arena.start_reduce_scatter(totals))
+        elif even:
+            works.append(start_reduce_scatter(chunks, totals, ranks.shard))
         if uneven:
             works.append(start_all_reduce(uneven, ranks.shard))
     summed = [*chunks, *uneven]
@@ -135,17 +137,19 @@ def _reduce(
     return works
 
 
-def _gather(news: list[tuple[OwnChunk, Tensor]], group: dist.ProcessGroup) -> list[Work]:
+def _gather(news: list[tuple[OwnChunk, Tensor]], ranks: SharingRanks) -> list[Work]:
     works: list[Work] = []
     even = [(whole, chunk.of(whole)) for chunk, whole in news if chunk.is_even]
-    if even:
-        works.append(start_all_gather([whole for whole, _ in even], [part for _, part in even], group))
+    if even and ranks.arena is not None:
+        works.append(ranks.arena.start_all_gather([whole for whole, _ in even]))
+    elif even:
+        works.append(start_all_gather([whole for whole, _ in even], [part for _, part in even], ranks.shard))
     uneven = [(chunk, whole) for chunk, whole in news if not chunk.is_even]
     for chunk, whole in uneven:
         chunk.clear_others(whole)
     if uneven:
         # Of each byte all ranks but one have zero, so the sum is that one's in any dtype.
-        works.append(start_all_reduce([whole.view(torch.uint8) for _, whole in uneven], group))
+        works.append(start_all_reduce([whole.view(torch.uint8) for _, whole in uneven], ranks.shard))
     return works
 
 

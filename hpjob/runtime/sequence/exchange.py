@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from hpjob.runtime.parallel.peer_memory import PeerMemory, SideStream, SymmetricMemory, reaches_peers
+from hpjob.runtime.parallel.peer_memory import PeerMemory, SideStream, allocator, reaches_peers
 from hpjob.runtime.sequence.overlapped_products import (
     add_products,
     multiply_rows,
@@ -235,4 +235,4 @@ def sequence_exchange(group: dist.ProcessGroup, device: torch.device) -> Sequenc
     """
     if not reaches_peers(group, device):
         return CollectiveExchange(group)
-    return PeerExchange(group, lambda num_bytes: SymmetricMemory(group, num_bytes, device), device)
+    return PeerExchange(group, allocator(group, device), device)
