@@ -73,7 +73,8 @@ class PeerArena:
         self._used += _aligned(prod(shape) * dtype.itemsize)
         if self._used > self._num_bytes:
             raise ValueError(f"a tensor of shape {tuple(shape)} does not fit into what is left of the arena")
-        return self._memory.of(self._rank, shape, dtype, begin)
+        # ``data``: autograd need not know that tensors have neighbours, which change on their own.
+        return self._memory.of(self._rank, shape, dtype, begin).data
 
     def start_all_gather(self, wholes: Sequence[Tensor]) -> _Copied:
         """Begin to fill tensors of the arena with the chunks of the other ranks."""
