@@ -62,6 +62,7 @@ class _Unit:
             if item.chunk is not None and item.master is not None:
                 item.chunk.exchange = self._gathers
                 self._by_ranks.setdefault(item.chunk.ranks, []).append((item, item.chunk, item.master))
+        self._is_on_gpu = bool(items) and items[0].whole.is_cuda
         if items and items[-1].chunk is not None:
             items[-1].chunk.begin_exchange = self.gather
         self._reductions: list[Work] = []
@@ -98,6 +99,9 @@ class _Unit:
                 chunk.is_news = False
             if ranks.shard.size() > 1:
                 self._gathers += _gather(news, ranks.shard)
+        if not self._is_on_gpu:
+            # Nothing hides it there, and gloo wants its groups to live until a collective is done.
+            wait_for(self._gathers)
 
     def make_whole(self) -> None:
         """Wait until all weights are whole."""
