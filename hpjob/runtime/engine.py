@@ -293,14 +293,14 @@ class Engine:
             is_shared=is_shared,
             fill=self.fill_weights,
         )
-        whole = WholeWeights(stage, own) if is_shared else None
+        queue = WeightGradientQueue() if self._schedule.defers_weights else None
+        whole = WholeWeights(stage, own, queue) if is_shared else None
         self.parameters += own if whole is None else whole.in_order
         stage.make_rotary(self._device)
         if recipe.parallel.use_fp8:
             stage.multiply_in_fp8(Fp8Product(self._device))
         if plan.pipeline.num_microbatches > 1 or is_shared:
             stage.sum_weight_gradients({p.parameter: p.master for p in own if p.master is not None})
-        queue = WeightGradientQueue() if self._schedule.defers_weights else None
         if queue is not None:
             stage.defer_weight_gradients(queue)
         if compiles_layers(plan, recipe, self._device):

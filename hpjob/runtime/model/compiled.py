@@ -1,7 +1,7 @@
 """Compiled layers and loss: fewer passes over memory, and a host that runs far ahead of the GPU.
 
-What is compiled is ``forward`` itself, not the module: FSDP2's hooks then stay outside and one graph serves all
-layers of a stage. Sizes are static, because kernels for any size are slower; a run has one size.
+What is compiled is ``forward`` itself, not the module: hooks of data parallelism then stay outside and one graph serves
+all layers of a stage. Sizes are static, because kernels for any size are slower; a run has one size.
 """
 
 from __future__ import annotations

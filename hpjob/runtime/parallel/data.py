@@ -181,6 +181,11 @@ class GradientSync:
             unit.set_requires_all_reduce(last, recurse=False)
             unit.set_reshard_after_backward(last or self._reshard_every, recurse=False)
 
+    def before_deferred(self, *, last: bool) -> None:
+        """Prepare for the deferred weight gradients of one microbatch."""
+        if self._whole is not None:
+            self._whole.reduces = last
+
     def after_deferred(self, *, last: bool) -> None:
         """Take in deferred weight gradients of one microbatch; after the last ones, reduce everything."""
         self.after_backward()

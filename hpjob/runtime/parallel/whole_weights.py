@@ -3,8 +3,8 @@
 Beside each weight lies what the optimizer needs of this rank's chunk: fp32 master, moments and, after the backward
 pass, the reduced gradient. With ZeRO 0 the chunk is all of it. Nothing is copied on the way:
 
-- Each weight's gradient is a whole fp32 sum. When the last backward pass of a step has left a layer, the sums of the
-  layer are reduced in place, each rank's chunk where it lies, beside the rest of the pass.
+- Each weight's gradient is a whole fp32 sum. When the last backward pass of a step has left a layer, or its deferred
+  gradients are there, the layer's sums are reduced in place, each rank's chunk where it lies, beside the rest.
 - The update writes the rounded chunk where it lies in the weight. When it has done a layer, all ranks begin to gather
   the layer's weights in place, and the next forward pass waits before each layer for that layer's.
 
@@ -26,6 +26,7 @@ from hpjob.runtime.model.stage import DecoderStage
 from hpjob.runtime.optimizer.master import MasterWeight
 from hpjob.runtime.parallel.coalesced import Work, start_all_gather, start_all_reduce, start_reduce_scatter, wait_for
 from hpjob.runtime.parallel.own_chunk import OwnChunk, SharingRanks
+from hpjob.runtime.weight_gradients import WeightGradientQueue
 
 
 class WholeWeight(Protocol):
@@ -61,6 +62,7 @@ class _Unit:
             if item.chunk is not None and item.master is not None:
                 item.chunk.exchange = self._gathers
                 self._by_ranks.setdefault(item.chunk.ranks, []).append((item, item.chunk, item.master))
+        self._is_on_gpu = bool(items) and items[0].whole.is_cuda
         if items and items[-1].chunk is not None:
             items[-1].chunk.begin_exchange = self.gather
         self._reductions: list[Work] = []
@@ -97,6 +99,9 @@ class _Unit:
                 chunk.is_news = False
             if ranks.shard.size() > 1:
                 self._gathers += _gather(news, ranks)
+        if not self._is_on_gpu:
+            # Nothing hides it there, and gloo wants its groups to live until a collective is done.
+            wait_for(self._gathers)
 
     def make_whole(self) -> None:
         """Wait until all weights are whole."""
@@ -161,13 +166,15 @@ class WholeWeights(Generic[W]):
     Args:
         stage: With memory.
         items: All its weights.
+        queue: Of weight gradients that are computed after the backward pass.
     """
 
-    def __init__(self, stage: DecoderStage, items: Sequence[W]) -> None:
+    def __init__(self, stage: DecoderStage, items: Sequence[W], queue: WeightGradientQueue | None = None) -> None:
+        self._queue = queue
         on_gpu = bool(items) and items[0].whole.is_cuda
         self._stream = torch.cuda.Stream() if on_gpu else None  # type: ignore[no-untyped-call]
         self.reduces = False
-        """Whether the backward pass that is next, or running, leaves whole gradients behind."""
+        """Whether what computes weight gradients now, or next, computes a step's last ones."""
         self.in_order: list[W] = []
         """The weights in the order of a forward pass, so that those that are exchanged together follow one another."""
         self._units: list[_Unit] = []
@@ -180,9 +187,15 @@ class WholeWeights(Generic[W]):
             modules[0].register_forward_pre_hook(self._before_forward(unit), prepend=True)
 
     def _before_forward(self, unit: _Unit) -> Any:
-        def left() -> None:
+        def reduce() -> None:
             if self.reduces:
                 unit.reduce(self._beside())
+
+        def left() -> None:
+            if self._queue is None:
+                reduce()
+            else:
+                self._queue.put_off(reduce)
 
         def hook(_: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
             unit.make_whole()

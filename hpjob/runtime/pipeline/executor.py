@@ -232,6 +232,7 @@ class PipelineExecutor:
         state = self._stages[action.stage]
         if state.queue is None:
             raise RuntimeError(f"{action}: this stage computes weight gradients in its backward passes")
-        state.queue.run(action.microbatch)
         state.backwards_left -= 1
+        state.sync.before_deferred(last=state.backwards_left == 0)
+        state.queue.run(action.microbatch)
         state.sync.after_deferred(last=state.backwards_left == 0)

@@ -26,6 +26,7 @@ from hpjob.runtime.parity.data import global_batch, rank_batch
 from hpjob.runtime.parity.worker import Part
 from hpjob.runtime.process_pool import ProcessPool
 from hpjob.runtime.rehearsal.fake_world import fake_world
+from tests.support.alone import AloneEngine
 
 pytestmark = [
     pytest.mark.distributed,
@@ -160,6 +161,33 @@ def test_a_layer_is_reduced_before_the_backward_pass_comes_to_the_next(recompute
     text = f"{SMALL} vocab_size=96 dp_size=2 zero_stage=1 num_microbatches=1 recompute={recompute}"
     # Norm and head; a layer; the layer before it; the embedding.
     assert reduced_before_the_end(parse_case(text, world=None, steps=4)) == [(2, 2), (9, 11), (9, 20), (1, 21)]
+
+
+def test_deferred_gradients_of_a_layer_are_reduced_before_those_of_the_next_are_computed() -> None:
+    text = f"{SMALL} num_hidden_layers=8 vocab_size=96 dp_size=2 zero_stage=1 pp_size=2 pp_style=zbv num_model_chunks=2"
+    case = parse_case(f"{text} num_microbatches=2", world=None, steps=4)
+    began: list[str] = []
+    reduce, add_product = whole_weights._Unit.reduce, MasterWeight.add_product
+
+    def noted_reduction(self: Any, beside: Any) -> None:
+        began.extend([] if self.is_reduced else ["reduce"])
+        reduce(self, beside)
+
+    def noted_product(self: MasterWeight, *factors: Tensor) -> None:
+        began.append("product")
+        add_product(self, *factors)
+
+    with (
+        fake_world(0, case.world),
+        patch.object(whole_weights._Unit, "reduce", noted_reduction),
+        patch.object(MasterWeight, "add_product", noted_product),
+    ):
+        engine = AloneEngine(case.plan, case.recipe, build_mesh(case.plan, "cpu"), torch.device("cpu"))
+        engine.accumulate_gradients(rank_batch(global_batch(case.recipe, 1), 0, case.plan.degrees.dp))
+    # The last stage: its head and two layers. The first one: two layers and the embedding.
+    layer = ["product"] * 7 + ["reduce"]
+    assert began[-17:] == [*layer, *layer, "reduce"]
+    assert began.count("reduce") == 3 + 3
 
 
 class Weight:
