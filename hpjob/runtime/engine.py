@@ -23,6 +23,7 @@ from hpjob.runtime.model.experts import place_experts
 from hpjob.runtime.model.families import family_of
 from hpjob.runtime.model.parameters import Fill, ShardedParameter, fill_from_seed, materialise
 from hpjob.runtime.model.stage import DecoderStage, stage_parts
+from hpjob.runtime.model.weight_memory import Sharing
 from hpjob.runtime.optimizer.adamw import AdamW, copy_local
 from hpjob.runtime.optimizer.gradients import add_gradients, local_squared_norm, sum_gradients
 from hpjob.runtime.optimizer.loss_scale import LossScale
@@ -33,12 +34,12 @@ from hpjob.runtime.parallel.data import (
     counting_group,
     needs_fsdp,
     shard_stage,
-    shares_whole_weights,
+    shares_weights,
 )
 from hpjob.runtime.parallel.fp8 import Fp8Product
+from hpjob.runtime.parallel.shared_weights import SharedWeights
 from hpjob.runtime.parallel.tensor_region import TensorRegion
 from hpjob.runtime.parallel.vocabulary import IGNORED_LABEL
-from hpjob.runtime.parallel.whole_weights import WholeWeights
 from hpjob.runtime.pipeline.executor import Head, Microbatch, PipelineExecutor
 from hpjob.runtime.pipeline.schedule import Schedule, build_schedule
 from hpjob.runtime.pipeline.transport import Transport
@@ -285,27 +286,29 @@ class Engine:
         shard_stage(stage, plan, mesh)
         dtype = torch.float32 if needs_fsdp(plan, mesh) else COMPUTE_DTYPE[plan.precision]
         home = torch.device("cpu") if plan.cpu_offload else self._device
-        is_shared = shares_whole_weights(plan, mesh)
+        sharing = None
+        if shares_weights(plan, mesh):
+            sharing = Sharing(zero_stage=plan.zero_stage, defers=self._schedule.defers_weights)
         own = materialise(
             *(stage, cuts, mesh, home),
             seed=recipe.training.seed,
             compute_dtype=dtype,
-            is_shared=is_shared,
+            sharing=sharing,
             fill=self.fill_weights,
         )
         queue = WeightGradientQueue() if self._schedule.defers_weights else None
-        whole = WholeWeights(stage, own, queue) if is_shared else None
-        self.parameters += own if whole is None else whole.in_order
+        shared = None if sharing is None else SharedWeights(stage, own, plan.zero_stage, queue)
+        self.parameters += own if shared is None else shared.in_order
         stage.make_rotary(self._device)
         if recipe.parallel.use_fp8:
             stage.multiply_in_fp8(Fp8Product(self._device))
-        if plan.pipeline.num_microbatches > 1 or is_shared:
+        if plan.pipeline.num_microbatches > 1 or sharing is not None:
             stage.sum_weight_gradients({p.parameter: p.master for p in own if p.master is not None})
         if queue is not None:
             stage.defer_weight_gradients(queue)
         if compiles_layers(plan, recipe, self._device):
             compile_stage(stage, keeps_products=queue is not None)
-        return stage, GradientSync(stage, plan, own, whole), queue
+        return stage, GradientSync(stage, plan, own, shared), queue
 
     def _sum_tied_gradients(self) -> None:
         copies = [p for p in self.parameters if p.is_embedding]

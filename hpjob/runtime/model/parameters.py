@@ -17,8 +17,8 @@ from hpjob.runtime.mesh import Mesh
 from hpjob.runtime.model.cuts import Cut
 from hpjob.runtime.model.experts import expert_placements
 from hpjob.runtime.model.initial import initial_region
-from hpjob.runtime.model.shared_weights import share_weights
 from hpjob.runtime.model.stage import EMBEDDING, DecoderStage
+from hpjob.runtime.model.weight_memory import Place, Sharing, allocate, share_weights
 from hpjob.runtime.optimizer.master import MasterWeight
 from hpjob.runtime.parallel.own_chunk import OwnChunk
 from hpjob.runtime.parallel.region import Region
@@ -82,7 +82,9 @@ class ShardedParameter:
         """The rounded copy of :attr:`local` that is computed with; None = there is none beside it."""
         if self.master is None:
             return None
-        weight = self.whole if self.chunk is None else self.chunk.of(self.whole)
+        weight = self.whole
+        if self.chunk is not None:
+            weight = self.chunk.of(weight) if self.chunk.kept is None else self.chunk.kept
         return None if weight.data_ptr() == self.master.value.data_ptr() else self._shaped(weight)
 
     @property
@@ -90,7 +92,7 @@ class ShardedParameter:
         """The gradient's shard, or None when nothing reached this parameter."""
         if self.master is not None:
             self.collect_gradient()
-            gradient = self.master.gradient
+            gradient = self.master.gradient if self.master.reduced is None else self.master.reduced
         else:
             gradient = self.parameter.grad
         return None if gradient is None else self._shaped(_local(gradient))
@@ -105,7 +107,7 @@ class ShardedParameter:
         """Forget the gradient."""
         self.parameter.grad = None
         if self.master is not None:
-            self.master.gradient = None
+            self.master.gradient = self.master.reduced = None
 
     def publish(self) -> None:
         """Round the master into the weight that is computed with, after the master changed."""
@@ -167,7 +169,7 @@ def materialise(
     *,
     seed: int,
     compute_dtype: torch.dtype = torch.float32,
-    is_shared: bool = False,
+    sharing: Sharing | None = None,
     fill: Fill | None = None,
 ) -> list[ShardedParameter]:
     """Give a sharded stage memory and its initial weights, one parameter at a time.
@@ -179,19 +181,19 @@ def materialise(
         device: Where the shards live.
         seed: Seed of the run.
         compute_dtype: Of weights that FSDP2 does not hold; those it holds are fp32 shards.
-        is_shared: Whether other ranks hold the same weights whole.
+        sharing: How other ranks share the weights, without FSDP2; None = they do not.
         fill: Makes the values; None = :func:`fill_from_seed`.
     """
     fill = fill or fill_from_seed
-    stage.to(dtype=compute_dtype).to_empty(device=device)
-    shared = share_weights(stage, cuts, mesh, device) if is_shared else {}
+    allocate(stage.to(dtype=compute_dtype), device, sharing)
+    places = {} if sharing is None else share_weights(stage, cuts, mesh, device, sharing)
     result = []
     for name, (global_name, parameter) in zip(cuts, stage.global_parameters(), strict=True):
         cut = cuts[name]
         tied_copy = global_name == EMBEDDING != name
         copy_number = mesh.experts["expert_replicate"].get_local_rank() if cut.is_expert else mesh.replicate_rank
         first_copy = copy_number == 0
-        chunk, sum_home = shared.get(name, (None, None))
+        place = places.get(name)
         result.append(
             ShardedParameter(
                 name=global_name,
@@ -200,11 +202,9 @@ def materialise(
                 counted=first_copy and (cut.over_tp or mesh.coordinate(Axis.TP) == 0) and not tied_copy,
                 partial_over_tp=cut.partial_over_tp,
                 tied_copy=tied_copy,
-                master=_master(
-                    parameter, chunk, sum_home, needs_single=cut.partial_over_tp or global_name == EMBEDDING
-                ),
-                described=_described(parameter, cut, mesh, is_shared=is_shared),
-                chunk=chunk,
+                master=_master(parameter, place, needs_single=cut.partial_over_tp or global_name == EMBEDDING),
+                described=_described(parameter, cut, mesh, is_shared=sharing is not None),
+                chunk=None if place is None else place.chunk,
             )
         )
         fill(result[-1], seed=seed, std=stage.shape.initializer_range, gain=stage.norm_start)
@@ -223,14 +223,13 @@ def _described(
     return mesh.weight_mesh["replicate", "tp", "shard"], (Replicate(), over_tp, Shard(cut.shard_dim))
 
 
-def _master(
-    parameter: nn.Parameter, chunk: OwnChunk | None, sum_home: Tensor | None, *, needs_single: bool
-) -> MasterWeight | None:
-    if chunk is not None:
-        value = chunk.of(_local(parameter.detach()))
-        if value.dtype is not torch.float32 or not chunk.is_even:
-            value = torch.empty(value.shape, dtype=torch.float32, device=value.device)
-        return MasterWeight(value, needs_single=True, home=sum_home)
+def _master(parameter: nn.Parameter, place: Place | None, *, needs_single: bool) -> MasterWeight | None:
+    if place is not None:
+        chunk = place.chunk
+        rounded = chunk.of(_local(parameter.detach())) if chunk.kept is None else chunk.kept
+        is_value = rounded.dtype is torch.float32 and rounded.is_contiguous()
+        value = rounded if is_value else torch.empty(rounded.shape, dtype=torch.float32, device=rounded.device)
+        return MasterWeight(value, needs_single=True, home=place.sum_home)
     if parameter.dtype is torch.float32:
         return None
     # A loss scale is divided out of the gradient, which fp16 has no room for.

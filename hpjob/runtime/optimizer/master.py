@@ -18,13 +18,15 @@ class MasterWeight:
             in fp32, may be itself.
         needs_single: Its gradient is summed over ranks, so it must not stay in bf16.
         gradient: Sum over the microbatches so far; of one microbatch alone it may stay in bf16, which loses
-            nothing because that is what the backward pass made. Once it is reduced, the value's chunk of it.
+            nothing because that is what the backward pass made.
+        reduced: The value's chunk of the sum over all ranks, as far as it was reduced.
         home: Memory that the whole sum has to lie in, fp32; None = any.
     """
 
     value: Tensor
     needs_single: bool = False
     gradient: Tensor | None = None
+    reduced: Tensor | None = None
     home: Tensor | None = None
 
     def add(self, gradient: Tensor) -> None:

@@ -1,17 +1,17 @@
 """Data parallelism and ZeRO, and when gradients are synchronised.
 
-===== ========= ================== ===================== ================================ =============
-stage mesh      gradients reduced  master weights, fp32  held between microbatches        by
-===== ========= ================== ===================== ================================ =============
-0     replicate after the last one whole                 whole weights and gradients      whole_weights
-1     shard     after the last one sharded               whole weights and gradients      whole_weights
-2     shard     after every one    sharded               whole weights, gradients' shards FSDP2
-3     shard     after every one    sharded               shards only                      FSDP2
-===== ========= ================== ===================== ================================ =============
+===== ========= ================== ===================== ================================
+stage mesh      gradients reduced  master weights, fp32  held between microbatches
+===== ========= ================== ===================== ================================
+0     replicate after the last one whole                 whole weights and gradients
+1     shard     after the last one sharded               whole weights and gradients
+2     shard     after every one    sharded               whole weights, gradients' shards
+3     shard     after every one    sharded               shards only
+===== ========= ================== ===================== ================================
 
 With ``zero_shard_size`` both axes of the mesh are above 1: gradients are reduced inside a group as above, and
-summed across groups after the last microbatch. With ``cpu_offload`` the shards lie in the host's memory, and all
-stages are FSDP2's. :mod:`hpjob.runtime.parallel.whole_weights` has the other way.
+summed across groups after the last microbatch. :mod:`hpjob.runtime.parallel.shared_weights` does all that; only with
+``cpu_offload``, where the shards lie in the host's memory, it is FSDP2.
 
 Gradients are summed, never averaged: the loss is already divided by the global number of tokens.
 """
@@ -39,7 +39,7 @@ from hpjob.recipe.model import Precision
 from hpjob.runtime.mesh import Mesh
 from hpjob.runtime.model.stage import DecoderStage
 from hpjob.runtime.moe.expert_parallel import ExpertParallelExperts
-from hpjob.runtime.parallel.whole_weights import WholeWeights
+from hpjob.runtime.parallel.shared_weights import SharedWeights
 
 COMPUTE_DTYPE: dict[Precision, torch.dtype] = {
     "fp32": torch.float32,
@@ -100,18 +100,18 @@ def shard_stage(stage: DecoderStage, plan: Plan, mesh: Mesh) -> None:
 
 
 def needs_fsdp(plan: Plan, mesh: Mesh) -> bool:
-    """Whether FSDP2 gathers and reduces the parameters, or moves them from the host's memory."""
-    return plan.cpu_offload or (plan.zero_stage >= 2 and mesh.fsdp_mesh.size() > 1)
+    """Whether FSDP2 shards the parameters, because it moves them from the host's memory."""
+    return plan.cpu_offload
 
 
-def shares_whole_weights(plan: Plan, mesh: Mesh) -> bool:
-    """Whether more than one rank, beside the tensor-parallel group, holds these parameters whole."""
+def shares_weights(plan: Plan, mesh: Mesh) -> bool:
+    """Whether more than one rank, beside the tensor-parallel group, computes with these parameters, without FSDP2."""
     return not needs_fsdp(plan, mesh) and mesh.fsdp_mesh.size() > 1
 
 
 def counting_group(plan: Plan, mesh: Mesh) -> dist.ProcessGroup | None:
     """Return a group of all ranks on which the count of a step's tokens does not wait for updated weights."""
-    if not shares_whole_weights(plan, mesh) or mesh.shard_size == 1:
+    if not shares_weights(plan, mesh) or mesh.shard_size == 1:
         return None
     return mesh.groups.get([range(mesh.world_size)], "layers")
 
@@ -145,7 +145,7 @@ class GradientSync:
         stage: Whose gradients.
         plan: ZeRO stage.
         parameters: Of the stage, those that have a sum.
-        whole: Reduces the gradients in place of FSDP2.
+        shared: Reduces the gradients in place of FSDP2.
     """
 
     def __init__(
@@ -153,10 +153,10 @@ class GradientSync:
         stage: nn.Module,
         plan: Plan,
         parameters: Sequence[CollectsGradient] = (),
-        whole: WholeWeights[Any] | None = None,
+        shared: SharedWeights[Any] | None = None,
     ) -> None:
         self._parameters = parameters
-        self._whole = whole
+        self._shared = shared
         self._units = fsdp_units(stage)
         self._every = plan.zero_stage >= 2
         self._reshard_every = plan.zero_stage == 3
@@ -169,8 +169,8 @@ class GradientSync:
             last: It is the stage's last of this step.
             deferred: It leaves weight gradients for later, so nothing can be reduced yet.
         """
-        if self._whole is not None:
-            self._whole.reduces = last and not deferred
+        if self._shared is not None:
+            self._shared.begin(reduces=not deferred, is_last=last)
         if last is self._last or not self._units:
             return
         self._last = last
@@ -183,22 +183,20 @@ class GradientSync:
 
     def before_deferred(self, *, last: bool) -> None:
         """Prepare for the deferred weight gradients of one microbatch."""
-        if self._whole is not None:
-            self._whole.reduces = last
+        if self._shared is not None:
+            self._shared.begin(reduces=True, is_last=last)
 
     def after_deferred(self, *, last: bool) -> None:
         """Take in deferred weight gradients of one microbatch; after the last ones, reduce everything."""
         self.after_backward()
-        if self._whole is not None and last:
-            self._whole.reduce()
         if self._units:
             self.before_backward(last=last, deferred=True)
             self._end_backward()
 
     def end_step(self) -> None:
         """Wait for the reductions that the last backward passes began; until now they ran beside other stages' work."""
-        if self._whole is not None:
-            self._whole.finish_reduction()
+        if self._shared is not None:
+            self._shared.finish_step()
         if self._units:
             self._units[0].set_is_last_backward(True)
             self._end_backward()
@@ -213,5 +211,5 @@ class GradientSync:
         """Add the gradients of a backward pass to their sum in fp32, where FSDP2 does not."""
         for parameter in self._parameters:
             parameter.collect_gradient()
-        if self._whole is not None and self._whole.reduces:
-            self._whole.reduce()
+        if self._shared is not None:
+            self._shared.reduce()

@@ -1,4 +1,4 @@
-"""This rank's chunk of a weight that several ranks hold whole, and who has the others."""
+"""This rank's chunk of a weight that several ranks compute with, and who has the others."""
 
 from __future__ import annotations
 
@@ -55,6 +55,7 @@ class OwnChunk:
         is_news: The chunk has changed since the weight was whole.
         exchange: Collectives on their way that read it.
         begin_exchange: Of the last weight of those that are exchanged together: begins that.
+        kept: The chunk itself, where the weight is whole only while it is used.
     """
 
     dim: int
@@ -65,6 +66,7 @@ class OwnChunk:
     is_news: bool = False
     exchange: list[Work] = field(default_factory=list)
     begin_exchange: Callable[[], None] | None = None
+    kept: Tensor | None = None
 
     @classmethod
     def of_shape(cls, shape: Sequence[int], dim: int, ranks: SharingRanks) -> OwnChunk:

@@ -43,8 +43,6 @@ class _Copied:
 class PeerArena:
     """Places tensors in peer memory, and exchanges those whose dim 0 is divided evenly over the ranks.
 
-    An exchange has ended when all ranks have read what they need, so a tensor may be changed after waiting for it.
-
     Args:
         group: Ranks that reach each other's memory.
         num_bytes: See :func:`bytes_for`.
@@ -76,38 +74,63 @@ class PeerArena:
         # ``data``: autograd need not know that tensors have neighbours, which change on their own.
         return self._memory.of(self._rank, shape, dtype, begin).data
 
-    def start_all_gather(self, wholes: Sequence[Tensor]) -> _Copied:
-        """Begin to fill tensors of the arena with the chunks of the other ranks."""
-        with self._side.following():
-            self._memory.meet()
-            for peer in self._peers():
-                for whole in wholes:
-                    _chunk(whole, peer, self._size).copy_(self._chunk_of(peer, whole, peer))
-            return self._end()
+    def start_all_gather(self, wholes: Sequence[Tensor], chunks: Sequence[Tensor], *, has_news: bool) -> _Copied:
+        """Begin to fill tensors with the chunks of all ranks.
 
-    def start_reduce_scatter(self, wholes: Sequence[Tensor]) -> _Copied:
-        """Begin to add to this rank's chunk of tensors of the arena those of the other ranks."""
+        Before a chunk changes, all ranks must have waited for what they gathered and have met after that, as they do
+        when they sum the gradient's norm.
+
+        Args:
+            wholes: Anywhere.
+            chunks: This rank's of each, in the arena; may be the place in the whole itself.
+            has_news: Chunks have changed since the last gather, on all ranks.
+        """
+        with self._side.following():
+            if has_news:
+                self._memory.meet()
+            for whole, chunk in zip(wholes, chunks, strict=True):
+                if chunk.data_ptr() != _chunk(whole, self._rank, self._size).data_ptr():
+                    _chunk(whole, self._rank, self._size).copy_(chunk)
+            for peer in self._peers():
+                for whole, chunk in zip(wholes, chunks, strict=True):
+                    is_inside = chunk.data_ptr() == _chunk(whole, self._rank, self._size).data_ptr()
+                    place = _chunk(whole, peer, self._size) if is_inside else chunk
+                    _chunk(whole, peer, self._size).copy_(self._like(place, peer))
+            return _Copied(self._side, self._side.mark())
+
+    def start_reduce_scatter(self, wholes: Sequence[Tensor], sums: Sequence[Tensor], *, is_first: bool) -> _Copied:
+        """Begin to add all ranks' values of this rank's chunk.
+
+        After waiting for it the wholes may be changed.
+
+        Args:
+            wholes: In the arena.
+            sums: What each chunk is added to; may be the chunk's place in the whole itself.
+            is_first: Where it is not, what is in ``sums`` does not count.
+        """
         with self._side.following():
             self._memory.meet()
             staging = self._staging_for(wholes)
-            for peer in self._peers():
-                for whole in wholes:
+            for number, peer in enumerate(self._peers()):
+                for whole, total in zip(wholes, sums, strict=True):
                     mine = _chunk(whole, self._rank, self._size)
                     arrived = staging[: mine.nbytes].view(mine.dtype).view(mine.shape)
-                    arrived.copy_(self._chunk_of(peer, whole, self._rank))
-                    mine.add_(arrived)
-            return self._end()
-
-    def _end(self) -> _Copied:
-        self._memory.meet()
-        return _Copied(self._side, self._side.mark())
+                    arrived.copy_(self._like(mine, peer))
+                    if number == 0 and total.data_ptr() != mine.data_ptr():
+                        if is_first:
+                            torch.add(mine, arrived, out=total)
+                            continue
+                        total.add_(mine)
+                    total.add_(arrived)
+            self._memory.meet()
+            return _Copied(self._side, self._side.mark())
 
     def _peers(self) -> list[int]:
         """The other ranks, so that at no time all read from one."""
         return [(self._rank + step) % self._size for step in range(1, self._size)]
 
-    def _chunk_of(self, peer: int, whole: Tensor, index: int) -> Tensor:
-        mine = _chunk(whole, index, self._size)
+    def _like(self, mine: Tensor, peer: int) -> Tensor:
+        """What a peer has where this rank has a tensor of the arena."""
         return self._memory.of(peer, mine.shape, mine.dtype, mine.data_ptr() - self._base)
 
     def _staging_for(self, wholes: Sequence[Tensor]) -> Tensor:

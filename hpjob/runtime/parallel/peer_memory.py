@@ -110,7 +110,9 @@ def _can_share(group: dist.ProcessGroup, device: torch.device) -> bool:
 
 
 class SideStream:
-    """A stream for copies beside the current one; on a CPU everything runs at once.
+    """A stream for copies beside the current one, of high priority: its small kernels must not wait for products.
+
+    On a CPU everything runs at once.
 
     Args:
         device: Whose.
@@ -119,7 +121,7 @@ class SideStream:
     def __init__(self, device: torch.device) -> None:
         self._stream: torch.cuda.Stream | None = None
         if device.type == "cuda":
-            self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+            self._stream = torch.cuda.Stream(device, priority=-1)  # type: ignore[no-untyped-call]
 
     @contextmanager
     def following(self) -> Iterator[None]:

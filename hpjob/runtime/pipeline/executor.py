@@ -154,6 +154,7 @@ class PipelineExecutor:
         torch.autograd.backward(output, torch.zeros_like(output))
         state.sync.after_backward()
         if queue is not None:
+            state.sync.before_deferred(last=True)
             queue.run(microbatch=0)
             state.sync.after_deferred(last=True)
         state.sync.end_step()

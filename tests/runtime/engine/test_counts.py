@@ -13,7 +13,7 @@ import torch.distributed as dist
 
 from hpjob.runtime.engine import Engine
 from hpjob.runtime.mesh import build_mesh
-from hpjob.runtime.parallel import whole_weights
+from hpjob.runtime.parallel import weight_unit
 from hpjob.runtime.parity.case import Case, parse_case
 from hpjob.runtime.parity.data import global_batch, rank_batch
 from hpjob.runtime.pipeline.executor import PipelineExecutor
@@ -35,7 +35,7 @@ COLLECTIVES = {
     "batch_isend_irecv": "messages",
 }
 # Each is of all weights of a layer.
-OF_WHOLE_WEIGHTS = {
+OF_UNITS = {
     "start_all_reduce": "all_reduce",
     "start_all_gather": "all_gather",
     "start_reduce_scatter": "reduce_scatter",
@@ -69,7 +69,7 @@ def count_step(case: Case) -> Counter[str]:
     with ExitStack() as patches:
         attention = counted("attention", attention_interface.local_attention)
         patches.enter_context(patch.object(attention_interface, "local_attention", attention))
-        for module, names in ((dist, COLLECTIVES), (whole_weights, OF_WHOLE_WEIGHTS)):
+        for module, names in ((dist, COLLECTIVES), (weight_unit, OF_UNITS)):
             for name, kind in names.items():
                 if hasattr(module, name):
                     patches.enter_context(patch.object(module, name, counted(kind, getattr(module, name))))
@@ -189,8 +189,8 @@ def order_of_step(case: Case) -> list[str]:
     batch = rank_batch(global_batch(case.recipe, 1), mesh.dp_rank, mesh.dp_size)
     with ExitStack() as patches:
         patches.enter_context(patch.object(PipelineExecutor, "_backward", noted_backward))
-        reduction = noted_reduction(whole_weights.start_reduce_scatter)
-        patches.enter_context(patch.object(whole_weights, "start_reduce_scatter", reduction))
+        reduction = noted_reduction(weight_unit.start_reduce_scatter)
+        patches.enter_context(patch.object(weight_unit, "start_reduce_scatter", reduction))
         engine.train_step(batch, 1)
     return began
 

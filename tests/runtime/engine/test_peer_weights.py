@@ -11,7 +11,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from hpjob.runtime.model import shared_weights
+from hpjob.runtime.model import weight_memory
 from hpjob.runtime.parallel.peer_arena import PeerArena
 from hpjob.runtime.parity.case import parse_case
 from hpjob.runtime.parity.worker import RankRecord, train_case
@@ -34,9 +34,9 @@ def trained(text: str, world: int, folder: str | None) -> tuple[RankRecord, int]
         return partial(FileMemory, group, str(home))
 
     with (
-        mock.patch.object(shared_weights, "reaches_peers", return_value=True),
-        mock.patch.object(shared_weights, "allocator", allocate),
-        mock.patch.object(shared_weights, "PeerArena", wraps=PeerArena) as arenas,
+        mock.patch.object(weight_memory, "reaches_peers", return_value=True),
+        mock.patch.object(weight_memory, "allocator", allocate),
+        mock.patch.object(weight_memory, "PeerArena", wraps=PeerArena) as arenas,
     ):
         return train_case(case, STEPS, None), arenas.call_count
 
@@ -49,6 +49,9 @@ def trained(text: str, world: int, folder: str | None) -> tuple[RankRecord, int]
         ("dp_size=2 pp_size=2 pp_style=zbv num_model_chunks=2 num_hidden_layers=4 zero_stage=1 precision=bf16", 4, 2),
         ("dp_size=4 zero_shard_size=2 zero_stage=1 tie_word_embeddings=true precision=fp16", 4, 1),
         ("dp_size=2 tp_size=2 zero_stage=1 precision=fp32", 4, 1),
+        ("dp_size=2 zero_stage=2 num_microbatches=3 num_hidden_layers=5 precision=bf16", 2, 1),
+        ("dp_size=2 zero_stage=3 num_microbatches=3 num_hidden_layers=5 precision=bf16", 2, 1),
+        ("dp_size=4 zero_shard_size=2 zero_stage=3 recompute=full precision=fp32", 4, 1),
         ("model_type=mixtral num_experts=4 num_experts_per_tok=2 dp_size=4 ep_size=2 zero_stage=1", 4, 2),
     ],
 )

@@ -27,21 +27,29 @@ def exchanged(group: dist.ProcessGroup, folder: str, meets: bool) -> tuple[bool,
     size, rank = group.size(), group.rank()
     arena = arena_of(group, folder, meets=meets)
     weights = [arena.place(*SHAPES[0]), arena.place(*SHAPES[1])]
+    chunks = [weight.chunk(size)[rank] for weight in weights]
     sums = [arena.place(*SHAPES[2]), arena.place(*SHAPES[3])]
     gathers, reduces = True, True
     for turn in range(3):
+        # As between a step and the next: what was gathered may change now.
+        dist.barrier(group=group)
         time.sleep(0.1 * (rank if turn % 2 else size - rank))
         for tensor in weights:
             tensor.fill_(-1.0)
             tensor.chunk(size)[rank].fill_(10.0 * turn + rank)
-        arena.start_all_gather(weights).wait()
+        arena.start_all_gather(weights, chunks, has_news=True).wait()
         expected = 10.0 * turn + torch.arange(size).repeat_interleave(12 // size)
         gathers &= all(
             torch.equal(w, expected.to(w.dtype).view(12, *[1] * (w.dim() - 1)).expand_as(w)) for w in weights
         )
         for tensor in sums:
             tensor.fill_(float(turn + 2**rank))
-        arena.start_reduce_scatter(sums).wait()
+        added = [torch.full_like(tensor.chunk(size)[rank], 7.0) for tensor in sums]
+        arena.start_reduce_scatter(sums, added, is_first=turn == 0).wait()
+        before = 0.0 if turn == 0 else 7.0
+        reduces &= all((tensor == before + size * turn + 2**size - 1).all().item() for tensor in added)
+        own = [tensor.chunk(size)[rank] for tensor in sums]
+        arena.start_reduce_scatter(sums, own, is_first=False).wait()
         total = float(size * turn + 2**size - 1)
         reduces &= all((tensor.chunk(size)[rank] == total).all().item() for tensor in sums)
     return gathers, reduces

@@ -17,9 +17,9 @@ from torch.distributed.device_mesh import init_device_mesh
 from hpjob.runtime.engine import Engine
 from hpjob.runtime.mesh import build_mesh
 from hpjob.runtime.optimizer.master import MasterWeight
-from hpjob.runtime.parallel import whole_weights
+from hpjob.runtime.parallel import weight_unit
 from hpjob.runtime.parallel.own_chunk import OwnChunk, SharingRanks
-from hpjob.runtime.parallel.whole_weights import WholeWeights
+from hpjob.runtime.parallel.shared_weights import SharedWeights
 from hpjob.runtime.parity.case import Case, parse_case
 from hpjob.runtime.parity.compare import Outcome, assemble, relative_difference
 from hpjob.runtime.parity.data import global_batch, rank_batch
@@ -67,11 +67,11 @@ def trained(case: Case, frozen: tuple[str, ...], broken: str | None = None, comp
 
 @contextmanager
 def fault(name: str | None) -> Iterator[None]:
-    """Leave out one of the collectives of :mod:`whole_weights`."""
+    """Leave out one of the collectives of :mod:`weight_unit`."""
     if name is None:
         yield
         return
-    with patch.object(whole_weights, name, lambda *_: SimpleNamespace(wait=lambda: None)):
+    with patch.object(weight_unit, name, lambda *_: SimpleNamespace(wait=lambda: None)):
         yield
 
 
@@ -111,13 +111,13 @@ def test_the_compiled_update_writes_chunks_where_they_lie(pool: ProcessPool, tex
 def storages(case: Case) -> list[tuple[str, int, int, int, int]]:
     """Of every weight: name, memory of its sum when its reduction began, and after the step; bytes; elements."""
     summed: dict[int, int] = {}
-    begin = whole_weights.start_reduce_scatter
+    begin = weight_unit.start_reduce_scatter
 
     def noted(parts: list[Tensor], wholes: list[Tensor], group: Any) -> Any:
         summed.update({part.data_ptr(): whole.data_ptr() for part, whole in zip(parts, wholes, strict=True)})
         return begin(parts, wholes, group)
 
-    with fake_world(0, case.world), patch.object(whole_weights, "start_reduce_scatter", noted):
+    with fake_world(0, case.world), patch.object(weight_unit, "start_reduce_scatter", noted):
         engine = Engine(case.plan, case.recipe, build_mesh(case.plan, "cpu"), torch.device("cpu"))
         engine.train_step(rank_batch(global_batch(case.recipe, 1), 0, case.plan.degrees.dp), 1)
         found = []
@@ -151,7 +151,7 @@ def reduced_before_the_end(case: Case) -> list[tuple[int, int]]:
             found.append((len(wholes), len(held)))
             return SimpleNamespace(wait=lambda: None)
 
-        with patch.object(whole_weights, "start_reduce_scatter", noted):
+        with patch.object(weight_unit, "start_reduce_scatter", noted):
             engine.accumulate_gradients(rank_batch(global_batch(case.recipe, 1), 0, case.plan.degrees.dp))
     return found
 
@@ -167,11 +167,11 @@ def test_deferred_gradients_of_a_layer_are_reduced_before_those_of_the_next_are_
     text = f"{SMALL} num_hidden_layers=8 vocab_size=96 dp_size=2 zero_stage=1 pp_size=2 pp_style=zbv num_model_chunks=2"
     case = parse_case(f"{text} num_microbatches=2", world=None, steps=4)
     began: list[str] = []
-    reduce, add_product = whole_weights._Unit.reduce, MasterWeight.add_product
+    reduce, add_product = weight_unit.WeightUnit.reduce, MasterWeight.add_product
 
-    def noted_reduction(self: Any, beside: Any) -> None:
+    def noted_reduction(self: Any, beside: Any, *, is_last: bool) -> None:
         began.extend([] if self.is_reduced else ["reduce"])
-        reduce(self, beside)
+        reduce(self, beside, is_last=is_last)
 
     def noted_product(self: MasterWeight, *factors: Tensor) -> None:
         began.append("product")
@@ -179,7 +179,7 @@ def test_deferred_gradients_of_a_layer_are_reduced_before_those_of_the_next_are_
 
     with (
         fake_world(0, case.world),
-        patch.object(whole_weights._Unit, "reduce", noted_reduction),
+        patch.object(weight_unit.WeightUnit, "reduce", noted_reduction),
         patch.object(MasterWeight, "add_product", noted_product),
     ):
         engine = AloneEngine(case.plan, case.recipe, build_mesh(case.plan, "cpu"), torch.device("cpu"))
@@ -208,7 +208,7 @@ class Weight:
             self.parameter.grad = None
 
 
-def exchange(shard: int) -> tuple[list[list[float]], list[list[float]], int]:
+def exchange(shard: int, zero_stage: int) -> tuple[list[list[float]], list[list[float]], int]:
     """Gradients and weights of two weights of which one has no gradient on rank 0, and the place in the shard group."""
     import torch.distributed as dist
 
@@ -218,13 +218,15 @@ def exchange(shard: int) -> tuple[list[list[float]], list[list[float]], int]:
     layer = nn.Module()
     layer.even, layer.uneven = (weight.parameter for weight in weights)
     stage: Any = SimpleNamespace(part=SimpleNamespace(is_first=False, is_last=False), decoder_layers=[layer])
-    whole = WholeWeights(stage, weights)
+    shared = SharedWeights(stage, weights, zero_stage)
     rank = dist.get_rank()
     weights[0].parameter.grad = torch.arange(4.0).view(4, 1) + rank
     if rank:
         weights[1].parameter.grad = torch.full((3, 1), float(rank))
-    whole.finish_reduction()
-    gradients = [weight.master.gradient.flatten().tolist() for weight in weights]  # type: ignore[union-attr]
+    shared.begin(reduces=True, is_last=True)
+    shared.reduce()
+    shared.finish_step()
+    gradients = [weight.master.reduced.flatten().tolist() for weight in weights]  # type: ignore[union-attr]
     for weight in weights:
         weight.chunk.of(weight.whole).fill_(10.0 + mesh["shard"].get_local_rank())
         weight.chunk.is_news = True
@@ -233,12 +235,12 @@ def exchange(shard: int) -> tuple[list[list[float]], list[list[float]], int]:
     return gradients, [weight.whole.flatten().tolist() for weight in weights], mesh["shard"].get_local_rank()
 
 
-@pytest.mark.parametrize(("world", "shard"), [(2, 2), (4, 2), (4, 1)])
+@pytest.mark.parametrize(("world", "shard", "zero_stage"), [(2, 2, 1), (4, 2, 1), (4, 1, 0), (2, 2, 2), (4, 2, 2)])
 def test_a_weight_without_a_gradient_on_one_rank_counts_as_zero_there(
-    pool: ProcessPool, world: int, shard: int
+    pool: ProcessPool, world: int, shard: int, zero_stage: int
 ) -> None:
     ranks = sum(range(world))
-    for gradients, weights, place in pool.run(exchange, shard, world=world):
+    for gradients, weights, place in pool.run(exchange, shard, zero_stage, world=world):
         size = 4 // shard
         assert gradients[0] == [world * row + ranks for row in range(place * size, (place + 1) * size)]
         mine = range(3)[place * 2 : place * 2 + 2] if shard == 2 else range(3)
