@@ -120,13 +120,13 @@ def errors_with_local_kv_in_backward(group: dist.ProcessGroup) -> list[float]:
     """The ring, but its backward works on the rank's own K and V at every step."""
     original = ring_module.circulate
 
-    def stay_in_backward(ring: Ring, tensor: torch.Tensor) -> Any:
+    def stay_in_backward(ring: Ring, *tensors: torch.Tensor) -> Any:
         stay_in_backward.calls += 1
-        for outer_step, inner_step, visiting in original(ring, tensor):
-            yield outer_step, inner_step, visiting if stay_in_backward.calls == 1 else tensor
+        for outer_step, inner_step, visiting in original(ring, *tensors):
+            yield outer_step, inner_step, visiting if stay_in_backward.calls == 1 else tensors
 
     stay_in_backward.calls = 0
-    with mock.patch("hpjob.runtime.sequence.ring_attention.circulate", stay_in_backward):
+    with mock.patch("hpjob.runtime.sequence.ring_passes.circulate", stay_in_backward):
         return errors_of_ring(group, Case())
 
 
