@@ -151,10 +151,14 @@ class Message:
         return self._received
 
 
-def circulate(ring: Ring, *tensors: Tensor) -> Iterator[tuple[int, int, tuple[Tensor, ...]]]:
+def circulate(ring: Ring, *tensors: Tensor, is_kept: bool = False) -> Iterator[tuple[int, int, tuple[Tensor, ...]]]:
     """Bring the tensors of all ranks past this one; the next ones travel while the caller works on the present ones.
 
-    What visits lies in buffers that are used again: it is the caller's only until the next step.
+    Args:
+        ring: The ring.
+        tensors: This rank's.
+        is_kept: The caller keeps what visits. Otherwise it is the caller's until the next step only: it lies in
+            buffers that are used again, as do ``tensors`` if they are buffers of the ring.
 
     Yields:
         Outer step, inner step, and the tensors of rank ``ring.source(outer step, inner step)``.
@@ -167,10 +171,11 @@ def circulate(ring: Ring, *tensors: Tensor) -> Iterator[tuple[int, int, tuple[Te
             next_inner = ring.send_inner(*current) if inner_step + 1 < ring.width else None
             yield outer_step, inner_step, current
             arrived = current if next_inner is None else next_inner.wait()
-            if current is not first:
+            if current is not first and not is_kept:
                 ring.buffers.give_back(*current)
             current = arrived
         if next_outer is not None:
             current = next_outer.wait()
-        # It was also sent to the next inner ring.
-        ring.buffers.give_back(*first)
+        if not is_kept:
+            # Only now: it was also sent to the next inner ring.
+            ring.buffers.give_back(*first)

@@ -239,7 +239,7 @@ def _gathered_weight_gradients(
 
 def _ring_shards(shard: Tensor, group: dist.ProcessGroup) -> Any:
     ring = Ring(group=group)
-    for outer_step, inner_step, (visiting,) in circulate(ring, shard):
+    for outer_step, inner_step, (visiting,) in circulate(ring, shard, is_kept=True):
         yield ring.source(outer_step, inner_step), visiting
 
 
