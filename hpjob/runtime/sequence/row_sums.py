@@ -6,7 +6,7 @@ Everything is computed in fp32 (fp64 for fp64) and rounded once, when it is writ
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Hashable
 from functools import cache
 
 import torch
@@ -14,6 +14,7 @@ from torch import Tensor
 
 from hpjob.runtime.sequence.message_buffers import MessageBuffers
 
+_DIMS = 4
 _VECTOR = 16
 """Elements. Code that knows strides as multiples of it moves 16 bytes at a time."""
 
@@ -73,15 +74,17 @@ def _run(function: Callable[..., None], *tensors: Tensor) -> None:
         if not _is_compiled_for(tensors):
             function(*tensors)
             return
+        compiled = _compiled(function, tuple((tensor.dtype, *tensor.shape[2:]) for tensor in tensors))
         # Row by row of the batch: with two sizes that are not constant, fewer strides would be known.
         for index in range(tensors[0].shape[0]):
-            _compiled(function)(*(_known_strides(tensor[index]) for tensor in tensors))
+            compiled(*(_known_strides(tensor[index]) for tensor in tensors))
 
 
 def _is_compiled_for(tensors: tuple[Tensor, ...]) -> bool:
     """Odd sizes are left to torch: they occur in small models only."""
+    rows = [tensor for tensor in tensors if tensor.dim() == _DIMS]
     return tensors[0].is_cuda and all(
-        tensor.stride(-1) == 1 and all(stride % _VECTOR == 0 for stride in tensor.stride()[1:-1]) for tensor in tensors
+        tensor.stride(-1) == 1 and all(stride % _VECTOR == 0 for stride in tensor.stride()[1:-1]) for tensor in rows
     )
 
 
@@ -94,14 +97,20 @@ def _known_strides(tensor: Tensor) -> Tensor:
 
 
 @cache
-def _compiled(function: Callable[..., None]) -> Callable[..., None]:
+def _compiled(function: Callable[..., None], signature: tuple[Hashable, ...]) -> Callable[..., None]:
+    """The function for tensors of these dtypes and sizes; any number of rows at any distance."""
+
     def with_checked_strides(*tensors: Tensor) -> None:
         # Strides are not constants of the compiled code, but what was asked about them is.
         for tensor in tensors:
-            torch._check(tensor.stride(0) % _VECTOR == 0)  # type: ignore[no-untyped-call]
+            if tensor.dim() == _DIMS - 1:
+                torch._check(tensor.stride(0) % _VECTOR == 0)  # type: ignore[no-untyped-call]
         function(*tensors)
 
-    compiled: Callable[..., None] = torch.compile(with_checked_strides, fullgraph=True)
+    # How often it may be compiled is counted by code object.
+    code = with_checked_strides.__code__
+    with_checked_strides.__code__ = code.replace(co_name=f"{function.__name__}_{len(signature)}")
+    compiled: Callable[..., None] = torch.compile(with_checked_strides)
     return compiled
 
 
