@@ -33,6 +33,11 @@ class MessageBuffers:
         self._idle: list[tuple[_Key, Tensor]] = []
         self._in_use: WeakValueDictionary[int, Tensor] = WeakValueDictionary()
 
+    @property
+    def num_in_use(self) -> int:
+        """How many are handed out."""
+        return len(self._in_use)
+
     def take(self, shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> Tensor:
         """A contiguous buffer that nobody else has, with any contents."""
         key = _key(shape, dtype, device)

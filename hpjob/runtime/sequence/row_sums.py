@@ -14,6 +14,7 @@ from torch import Tensor
 
 from hpjob.runtime.sequence.message_buffers import MessageBuffers
 
+_COMPILED_DEVICES = ("cuda",)
 _DIMS = 4
 _VECTOR = 16
 """Elements. Code that knows strides as multiples of it moves 16 bytes at a time."""
@@ -83,7 +84,7 @@ def _run(function: Callable[..., None], *tensors: Tensor) -> None:
 def _is_compiled_for(tensors: tuple[Tensor, ...]) -> bool:
     """Odd sizes are left to torch: they occur in small models only."""
     rows = [tensor for tensor in tensors if tensor.dim() == _DIMS]
-    return tensors[0].is_cuda and all(
+    return tensors[0].device.type in _COMPILED_DEVICES and all(
         tensor.stride(-1) == 1 and all(stride % _VECTOR == 0 for stride in tensor.stride()[1:-1]) for tensor in rows
     )
 
