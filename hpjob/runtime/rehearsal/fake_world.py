@@ -49,9 +49,12 @@ def _functional_all_to_all(tensor: Tensor, *_: Any) -> Tensor:
 
 
 def _exchange(operations: Sequence[Any]) -> list[Any]:
-    """Receive from a peer what is sent to another."""
+    """Receive from a peer what is sent to another, and zeros where it would send more."""
     sent = [operation.tensor for operation in operations if operation.op is dist.isend]
     received = [operation.tensor for operation in operations if operation.op is not dist.isend]
-    for target, source in zip(received, sent, strict=True):
-        target.copy_(source)
+    for number, target in enumerate(received):
+        if number < len(sent):
+            target.copy_(sent[number])
+        else:
+            target.zero_()
     return []

@@ -107,7 +107,7 @@ class CudnnBackend(AttentionBackend):
 
 
 def _readable(tensor: Tensor) -> Tensor:
-    """Copy what cuDNN cannot read where it lies: it needs the numbers of a head side by side."""
+    """Copy what a kernel cannot read where it lies: it needs the numbers of a head side by side."""
     return tensor if tensor.stride(-1) == 1 else tensor.contiguous()
 
 
@@ -183,14 +183,10 @@ class FlashAttnPackageBackend(AttentionBackend):
     def _backward(
         self, grad_out: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, settings: BlockSettings
     ) -> Gradients:
-        query, key, value = (tensor.transpose(1, 2).contiguous() for tensor in (q, k, v))
-        grads = torch.empty_like(query), torch.empty_like(key), torch.empty_like(value)
+        tensors = [_readable(tensor.transpose(1, 2)) for tensor in (grad_out, q, k, v, out)]
+        grads = [tensor.new_empty(tensor.shape) for tensor in tensors[1:4]]
         self._functions._flash_attn_backward(
-            grad_out.transpose(1, 2).contiguous(),
-            query,
-            key,
-            value,
-            out.transpose(1, 2).contiguous(),
+            *tensors,
             lse.contiguous(),
             *grads,
             dropout_p=0.0,

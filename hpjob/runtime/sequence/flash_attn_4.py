@@ -18,6 +18,7 @@ from hpjob.runtime.sequence.block_attention import AttentionBackend, BlockSettin
 FIRST_CAPABILITY = (9, 0)
 """Oldest compute capability with kernels both ways."""
 LARGEST_HEAD_DIM = 128
+_LOAD_BYTES = 16
 _FUNCTIONS = ("_flash_attn_fwd", "_flash_attn_bwd")
 
 
@@ -35,8 +36,8 @@ def flash_attn_4(q: Tensor, k: Tensor, v: Tensor, scale: float, is_causal: bool)
     Returns:
         Output in the shape of ``q``, and log-sum-exp (batch, heads, queries) in fp32.
     """
-    q, k, v = q.contiguous(), k.contiguous(), v.contiguous()
-    out, lse, *_ = _package()._flash_attn_fwd(q, k, v, softmax_scale=scale, causal=is_causal, return_lse=True)
+    query, key, value = _readable(q), _readable(k), _readable(v)
+    out, lse, *_ = _package()._flash_attn_fwd(query, key, value, softmax_scale=scale, causal=is_causal, return_lse=True)
     return out, lse
 
 
@@ -52,17 +53,26 @@ def flash_attn_4_backward(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Gradients of q, k and v; shapes as in ``flash_attn_4``."""
     grad_q, grad_k, grad_v, *_ = _package()._flash_attn_bwd(
-        q.contiguous(),
-        k.contiguous(),
-        v.contiguous(),
-        out,
-        grad_out.contiguous(),
-        lse,
+        _readable(q),
+        _readable(k),
+        _readable(v),
+        _readable(out),
+        _readable(grad_out),
+        lse.contiguous(),
         softmax_scale=scale,
         causal=is_causal,
         deterministic=torch.are_deterministic_algorithms_enabled(),
     )
-    return grad_q, grad_k, grad_v
+    return grad_q.contiguous(), grad_k.contiguous(), grad_v.contiguous()
+
+
+def _readable(tensor: Tensor) -> Tensor:
+    """Copy what the kernels cannot read where it lies: rows of any distance do, if they start at 16 bytes."""
+    *distances, last = (
+        stride * tensor.element_size() for size, stride in zip(tensor.shape, tensor.stride(), strict=True) if size > 1
+    )
+    is_aligned = all(place and place % _LOAD_BYTES == 0 for place in distances) and tensor.data_ptr() % _LOAD_BYTES == 0
+    return tensor if is_aligned and last == tensor.element_size() else tensor.contiguous()
 
 
 @flash_attn_4_backward.register_fake
@@ -100,9 +110,8 @@ class FlashAttn4Backend(AttentionBackend):
         self, grad_out: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, settings: BlockSettings
     ) -> Gradients:
         grads = flash_attn_4_backward(
-            *_heads_last(grad_out, q, k, v),
-            out.transpose(1, 2).contiguous(),
-            lse.contiguous(),
+            *_heads_last(grad_out, q, k, v, out),
+            lse,
             settings.scale,
             settings.is_causal,
         )

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import count
 from weakref import WeakValueDictionary
@@ -12,6 +12,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from hpjob.core.errors import UserInputError
+from hpjob.runtime.sequence.message_buffers import MessageBuffers, unrecorded
 
 _numbers = count()
 _rings: WeakValueDictionary[int, Ring] = WeakValueDictionary()
@@ -31,12 +32,14 @@ class Ring:
         outer_group: Second process group over the same ranks for the messages between inner rings. NCCL runs the
             messages of one group one after the other; with a second group they pass each other.
         number: Names this ring where only plain values may be passed on, see :func:`ring_of`.
+        buffers: Memory of its messages.
     """
 
     group: dist.ProcessGroup
     inner_size: int | None = None
     outer_group: dist.ProcessGroup | None = None
     number: int = field(init=False, compare=False, default_factory=lambda: next(_numbers))
+    buffers: MessageBuffers = field(init=False, compare=False, repr=False, default_factory=MessageBuffers)
 
     def __post_init__(self) -> None:
         if self.inner_size is not None and (self.inner_size < 1 or self.size % self.inner_size):
@@ -63,21 +66,37 @@ class Ring:
     def num_outer_steps(self) -> int:
         return self.size // self.width
 
-    def source(self, outer_step: int, inner_step: int) -> int:
-        """Rank whose K and V this rank works on at a step."""
-        node, local = divmod(self.rank, self.width)
+    def source(self, outer_step: int, inner_step: int, rank: int | None = None) -> int:
+        """Rank whose K and V this rank, or ``rank``, works on at a step."""
+        node, local = divmod(self.rank if rank is None else rank, self.width)
         return (node - outer_step) % self.num_outer_steps * self.width + (local - inner_step) % self.width
 
-    def send_inner(self, tensor: Tensor) -> Message:
-        """Start sending to the next rank of the inner ring and receiving the like from the previous one."""
+    @property
+    def previous_inner(self) -> int:
+        """Rank that this rank receives from inside the inner ring."""
         node, local = divmod(self.rank, self.width)
-        start = node * self.width
-        return Message(tensor, self.group, start + (local + 1) % self.width, start + (local - 1) % self.width)
+        return node * self.width + (local - 1) % self.width
 
-    def send_outer(self, tensor: Tensor) -> Message:
+    @property
+    def previous_outer(self) -> int:
+        """Rank that this rank receives from between inner rings."""
+        return (self.rank - self.width) % self.size
+
+    def send_inner(self, *tensors: Tensor, arriving: Sequence[Form] | None = None) -> Message:
+        """Start sending to the next rank of the inner ring and receiving from the previous one.
+
+        Args:
+            tensors: What is sent; kept and left unchanged until the message was waited for.
+            arriving: Forms of what the previous rank sends; by default those of ``tensors``.
+        """
+        node, local = divmod(self.rank, self.width)
+        following = node * self.width + (local + 1) % self.width
+        return Message(self.buffers, tensors, arriving, self.group, following, self.previous_inner)
+
+    def send_outer(self, *tensors: Tensor, arriving: Sequence[Form] | None = None) -> Message:
         """Start sending to the same place of the next inner ring and receiving from that of the previous one."""
-        following, previous = (self.rank + self.width) % self.size, (self.rank - self.width) % self.size
-        return Message(tensor, self.outer_group or self.group, following, previous)
+        following = (self.rank + self.width) % self.size
+        return Message(self.buffers, tensors, arriving, self.outer_group or self.group, following, self.previous_outer)
 
 
 def ring_of(number: int) -> Ring:
@@ -85,83 +104,78 @@ def ring_of(number: int) -> Ring:
     return _rings[number]
 
 
+Form = tuple[Sequence[int], torch.dtype]
+"""Shape and dtype of a tensor that arrives."""
+
+
 class Message:
-    """A tensor on its way to the next rank while one of the same shape arrives from the previous rank."""
+    """Tensors on their way to the next rank while others arrive from the previous rank.
 
-    def __init__(self, tensor: Tensor, group: dist.ProcessGroup, following: int, previous: int) -> None:
-        self._sent = tensor.contiguous()
-        self._received = torch.empty_like(self._sent)
-        self._works = dist.batch_isend_irecv(
-            [
-                dist.P2POp(dist.isend, self._sent, dist.get_global_rank(group, following), group),
-                dist.P2POp(dist.irecv, self._received, dist.get_global_rank(group, previous), group),
-            ]
-        )
+    Args:
+        buffers: Where arriving tensors are put; who waits for them gives them back.
+        tensors: What is sent.
+        arriving: Forms of what arrives; None = those of ``tensors``.
+        group: Carries both.
+        following: Rank in ``group`` that is sent to.
+        previous: Rank in ``group`` that is received from.
+    """
 
-    def wait(self) -> Tensor:
+    def __init__(
+        self,
+        buffers: MessageBuffers,
+        tensors: Sequence[Tensor],
+        arriving: Sequence[Form] | None,
+        group: dist.ProcessGroup,
+        following: int,
+        previous: int,
+    ) -> None:
+        self._sent = [tensor.contiguous() for tensor in tensors]
+        device = tensors[0].device
+        forms = [(tensor.shape, tensor.dtype) for tensor in tensors] if arriving is None else arriving
+        self._received = tuple(buffers.take(shape, dtype, device) for shape, dtype in forms)
+        to, of = dist.get_global_rank(group, following), dist.get_global_rank(group, previous)
+        # Tags keep tensors of one shape apart where a backend does not promise their order.
+        operations = [
+            dist.P2POp(dist.isend, unrecorded(tensor), to, group, tag) for tag, tensor in enumerate(self._sent)
+        ]
+        operations += [
+            dist.P2POp(dist.irecv, unrecorded(tensor), of, group, tag) for tag, tensor in enumerate(self._received)
+        ]
+        self._works = dist.batch_isend_irecv(operations)
+
+    def wait(self) -> tuple[Tensor, ...]:
         """What arrived. With NCCL only the current stream waits, not the host."""
         for work in self._works:
             work.wait()
+        self._works, self._sent = [], []
         return self._received
 
 
-def circulate(ring: Ring, tensor: Tensor) -> Iterator[tuple[int, int, Tensor]]:
-    """Bring the tensors of all ranks past this one; the next one travels while the caller works on the present one.
+def circulate(ring: Ring, *tensors: Tensor, is_kept: bool = False) -> Iterator[tuple[int, int, tuple[Tensor, ...]]]:
+    """Bring the tensors of all ranks past this one; the next ones travel while the caller works on the present ones.
+
+    Args:
+        ring: The ring.
+        tensors: This rank's.
+        is_kept: The caller keeps what visits. Otherwise it is the caller's until the next step only: it lies in
+            buffers that are used again, as do ``tensors`` if they are buffers of the ring.
 
     Yields:
-        Outer step, inner step, and the tensor of rank ``ring.source(outer step, inner step)``.
+        Outer step, inner step, and the tensors of rank ``ring.source(outer step, inner step)``.
     """
-    current = tensor
+    current: tuple[Tensor, ...] = tensors
     for outer_step in range(ring.num_outer_steps):
-        next_outer = ring.send_outer(current) if outer_step + 1 < ring.num_outer_steps else None
+        first = current
+        next_outer = ring.send_outer(*current) if outer_step + 1 < ring.num_outer_steps else None
         for inner_step in range(ring.width):
-            next_inner = ring.send_inner(current) if inner_step + 1 < ring.width else None
+            next_inner = ring.send_inner(*current) if inner_step + 1 < ring.width else None
             yield outer_step, inner_step, current
-            if next_inner is not None:
-                current = next_inner.wait()
+            arrived = current if next_inner is None else next_inner.wait()
+            if current is not first and not is_kept:
+                ring.buffers.give_back(*current)
+            current = arrived
         if next_outer is not None:
             current = next_outer.wait()
-
-
-class GradientCourier:
-    """Sums what each rank adds to the gradient of a circulating tensor and brings the sum home.
-
-    ``add`` is called once a step of :func:`circulate` on the same ring; the partial sum follows its tensor one
-    step behind, so it travels while the next contribution is computed. What arises at home does not travel.
-    """
-
-    def __init__(self, ring: Ring) -> None:
-        self._ring = ring
-        self._inner: Message | None = None
-        self._outer: Message | None = None
-        self._at_home: Tensor | None = None
-        self._is_first_round = True
-
-    def add(self, contribution: Tensor, inner_step: int) -> None:
-        """Add this rank's part for the present tensor, in place of ``contribution``."""
-        if self._at_home is None:
-            self._at_home = contribution
-        else:
-            if self._inner is not None:
-                contribution += self._inner.wait()
-            self._inner = self._ring.send_inner(contribution) if self._ring.width > 1 else None
-        if inner_step + 1 == self._ring.width:
-            self._end_of_inner_ring(contribution)
-
-    def _end_of_inner_ring(self, contribution: Tensor) -> None:
-        total = contribution if self._inner is None else self._inner.wait()
-        self._inner = None
-        if self._is_first_round:
-            self._is_first_round = False
-            if self._at_home is not None and total is not self._at_home:
-                self._at_home += total
-            return
-        if self._outer is not None:
-            total += self._outer.wait()
-        self._outer = self._ring.send_outer(total)
-
-    def collect(self) -> Tensor:
-        """Whole gradient of this rank's own tensor, after the last step."""
-        if self._at_home is None or self._is_first_round:
-            raise RuntimeError("a gradient was collected before the ring had gone round")
-        return self._at_home if self._outer is None else self._at_home.add_(self._outer.wait())
+        if not is_kept:
+            # Only now: it was also sent to the next inner ring.
+            ring.buffers.give_back(*first)

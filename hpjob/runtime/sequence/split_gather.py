@@ -238,7 +238,7 @@ def _gathered_weight_gradients(
 
 def _ring_shards(shard: Tensor, group: dist.ProcessGroup) -> Any:
     ring = Ring(group=group)
-    for outer_step, inner_step, visiting in circulate(ring, shard):
+    for outer_step, inner_step, (visiting,) in circulate(ring, shard, is_kept=True):
         yield ring.source(outer_step, inner_step), visiting
 
 
@@ -259,7 +259,8 @@ def _ring_reduce(
         arriving = ring.send_inner(total) if step else None
         total = partial([tensor.narrow(1, start, length) for tensor in tensors])
         if arriving is not None:
-            total = total + arriving.wait()
+            (arrived,) = arriving.wait()
+            total = total + arrived
     return total
 
 

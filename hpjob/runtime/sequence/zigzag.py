@@ -7,6 +7,7 @@ early and one late, so that every rank has the same causal work at every step of
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -85,3 +86,33 @@ def zigzag_position_ids(length: int, rank: int, sp_size: int, *, device: torch.d
             for index in zigzag_chunks(rank, sp_size)
         ]
     )
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ZigzagBlock:
+    """Which of a rank's queries meet which of a visiting rank's keys; local positions."""
+
+    queries: slice
+    keys: slice
+    is_causal: bool
+
+
+def zigzag_block(rank: int, source: int, length: int) -> ZigzagBlock:
+    """Zigzag order leaves three cases: own keys, keys of a lower rank, keys of a higher rank.
+
+    Args:
+        rank: Whose queries.
+        source: Whose keys.
+        length: Tokens of one rank.
+    """
+    whole, half = slice(0, length), length // 2
+    if source == rank:
+        return ZigzagBlock(queries=whole, keys=whole, is_causal=True)
+    if source < rank:
+        return ZigzagBlock(queries=whole, keys=slice(0, half), is_causal=False)
+    return ZigzagBlock(queries=slice(half, length), keys=whole, is_causal=False)
+
+
+def zigzag_halves(length: int) -> tuple[slice, slice]:
+    """The early and the late of a rank's two chunks; local positions."""
+    return slice(0, length // 2), slice(length // 2, length)

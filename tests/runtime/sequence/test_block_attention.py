@@ -161,19 +161,26 @@ def stand_in_for_flash_attn() -> types.ModuleType:
     return module
 
 
+def is_loadable(tensor: torch.Tensor) -> bool:
+    """Whether every row of head_dim numbers starts at 16 bytes, at a distance of its own from the last."""
+    units = [stride * tensor.element_size() for stride in tensor.stride()[:-1]]
+    return tensor.stride(-1) == 1 and all(unit and unit % 16 == 0 for unit in (*units, tensor.data_ptr()))
+
+
 def stand_in_for_flash_attn_4() -> types.ModuleType:
     """A module with the two functions of flash-attn-4, which returns more results in newer versions."""
     math_backend = MathBackend()
 
     def forward(q: Any, k: Any, v: Any, *, softmax_scale: float, causal: bool, return_lse: bool) -> Any:
-        assert all(t.is_contiguous() for t in (q, k, v))
+        assert all(is_loadable(t) for t in (q, k, v))
         assert return_lse
         settings = BlockSettings(scale=softmax_scale, is_causal=causal)
         out, lse = math_backend.forward(*(t.transpose(1, 2) for t in (q, k, v)), settings)
         return out.transpose(1, 2).contiguous(), lse.contiguous(), None, None, None
 
     def backward(q: Any, k: Any, v: Any, out: Any, dout: Any, lse: Any, **options: Any) -> Any:
-        assert all(t.is_contiguous() for t in (q, k, v, out, dout, lse))
+        assert all(is_loadable(t) for t in (q, k, v, out, dout))
+        assert lse.is_contiguous()
         settings = BlockSettings(scale=options["softmax_scale"], is_causal=options["causal"])
         grads = math_backend.backward(*(t.transpose(1, 2) for t in (dout, q, k, v, out)), lse, settings)
         return tuple(grad.transpose(1, 2).contiguous() for grad in grads)
@@ -216,6 +223,27 @@ def test_flash_attn_4_is_one_node_of_a_compiled_graph() -> None:
     grads = torch.autograd.grad(compiled(q, k, v), (q, k, v), grad_out)
     expected = torch.autograd.grad(attend(q, k, v), (q, k, v), grad_out)
     assert all(torch.equal(a, b) for a, b in zip(grads, expected, strict=True))
+
+
+@pytest.mark.usefixtures("flash_attn_4_stand_in")
+def test_flash_attn_4_reads_some_of_the_heads_where_they_lie(monkeypatch: pytest.MonkeyPatch) -> None:
+    module = sys.modules["flash_attn.cute.interface"]
+    read: list[int] = []
+    forward = module._flash_attn_fwd
+
+    def noting(*tensors: torch.Tensor, **options: Any) -> Any:
+        read[:] = [tensor.data_ptr() for tensor in tensors]
+        return forward(*tensors, **options)
+
+    monkeypatch.setattr(module, "_flash_attn_fwd", noting)
+    rows = torch.randn(1, 64, 4, 16).transpose(1, 2)
+    some = rows[:, 1:3]
+    FlashAttn4Backend().forward(some, some, some, BlockSettings(scale=0.25))
+    assert read == [some.data_ptr()] * 3
+    spread = rows[:, :1].expand(-1, 4, -1, -1)
+    unaligned = torch.randn(1 + rows.numel())[1:].view_as(rows)
+    FlashAttn4Backend().forward(spread, unaligned, unaligned, BlockSettings(scale=0.25))
+    assert not {spread.data_ptr(), unaligned.data_ptr()} & set(read)
 
 
 def test_flash_attn_package_is_called_in_its_layout(monkeypatch: pytest.MonkeyPatch) -> None:

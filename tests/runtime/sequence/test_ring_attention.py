@@ -13,6 +13,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from hpjob.core.errors import UserInputError
 from hpjob.runtime.sequence import ring as ring_module
+from hpjob.runtime.sequence import ring_passes
 from hpjob.runtime.sequence.block_attention import AttentionBackend, CpuFlashBackend, MathBackend
 from hpjob.runtime.sequence.ring import Ring
 from hpjob.runtime.sequence.ring_attention import ring_attention
@@ -25,6 +26,8 @@ Shape = tuple[int, int, int, int, int]
 GQA: Shape = (2, 4, 2, 48, 8)
 MHA: Shape = (1, 3, 3, 24, 8)
 ODD: Shape = (3, 6, 2, 72, 5)
+ONE_KV: Shape = (2, 4, 1, 48, 8)
+FOUR_KV: Shape = (1, 8, 4, 48, 8)
 
 
 def documents(batch: int, length: int) -> torch.Tensor:
@@ -72,7 +75,7 @@ def check(errors_of_ranks: list[list[float]], forward: float = 1e-6, gradients: 
         assert max(errors[1:]) <= gradients
 
 
-@pytest.mark.parametrize("shape", [GQA, MHA, ODD], ids=["gqa", "mha", "odd"])
+@pytest.mark.parametrize("shape", [GQA, MHA, ODD, ONE_KV], ids=["gqa", "mha", "odd", "one kv head"])
 @pytest.mark.parametrize("world", [1, 2, 3, 4])
 def test_fp32_matches_whole_attention(pool: GlooPool, world: int, shape: Shape) -> None:
     check(pool.run(errors_of_ring, world, Case(shape=shape)))
@@ -88,13 +91,15 @@ def test_bf16_stays_within_its_rounding(pool: GlooPool, world: int) -> None:
     check(pool.run(errors_of_ring, world, Case(dtype=torch.bfloat16)), forward=4e-3, gradients=8e-3)
 
 
+@pytest.mark.parametrize("shape", [GQA, ONE_KV, FOUR_KV], ids=["gqa", "one kv head", "four kv heads"])
 @pytest.mark.parametrize("inner_size", [1, 2, 4])
-def test_ring_of_rings_matches_whole_attention(pool: GlooPool, inner_size: int) -> None:
-    check(pool.run(errors_of_ring, 4, Case(inner_size=inner_size)))
+def test_ring_of_rings_matches_whole_attention(pool: GlooPool, inner_size: int, shape: Shape) -> None:
+    check(pool.run(errors_of_ring, 4, Case(shape=shape, inner_size=inner_size)))
 
 
 def test_ring_of_rings_with_its_own_group_between_nodes(pool: GlooPool) -> None:
-    check(pool.run(errors_of_ring, 4, Case(dtype=torch.bfloat16, inner_size=2, second_group=True)), 4e-3, 8e-3)
+    case = Case(shape=FOUR_KV, dtype=torch.bfloat16, inner_size=2, second_group=True)
+    check(pool.run(errors_of_ring, 4, case), 4e-3, 8e-3)
 
 
 @pytest.mark.parametrize("backend", [CpuFlashBackend(), MathBackend()], ids=["flash", "math"])
@@ -120,55 +125,38 @@ def errors_with_local_kv_in_backward(group: dist.ProcessGroup) -> list[float]:
     """The ring, but its backward works on the rank's own K and V at every step."""
     original = ring_module.circulate
 
-    def stay_in_backward(ring: Ring, tensor: torch.Tensor) -> Any:
+    def stay_in_backward(ring: Ring, *tensors: torch.Tensor) -> Any:
         stay_in_backward.calls += 1
-        for outer_step, inner_step, visiting in original(ring, tensor):
-            yield outer_step, inner_step, visiting if stay_in_backward.calls == 1 else tensor
+        for outer_step, inner_step, visiting in original(ring, *tensors):
+            yield outer_step, inner_step, visiting if stay_in_backward.calls == 1 else tensors
 
     stay_in_backward.calls = 0
-    with mock.patch("hpjob.runtime.sequence.ring_attention.circulate", stay_in_backward):
+    with mock.patch("hpjob.runtime.sequence.ring_passes.circulate", stay_in_backward):
         return errors_of_ring(group, Case())
+
+
+def errors_with_swapped_halves(group: dist.ProcessGroup) -> list[float]:
+    """The ring, but what it adds to the early keys goes to the late ones and the other way round."""
+    original = ring_passes._key_halves
+
+    def swapped(*arguments: Any) -> Any:
+        early, late = original(*arguments)
+        return (early, late) if late is None else (late, early)
+
+    with mock.patch.object(ring_passes, "_key_halves", swapped):
+        return errors_of_ring(group, Case())
+
+
+def test_swapped_halves_are_noticed(pool: GlooPool) -> None:
+    every = pool.run(errors_with_swapped_halves, 2)
+    assert max(max(errors[2:]) for errors in every) > 1e-2
+    assert max(max(errors[:2]) for errors in every) < 2e-6
 
 
 def test_local_kv_in_backward_is_noticed(pool: GlooPool) -> None:
     for out, dq, dk, dv in pool.run(errors_with_local_kv_in_backward, 3):
         assert out < 1e-6
         assert min(dq, dk, dv) > 1e-2
-
-
-def sent_elements(group: dist.ProcessGroup, shape: Shape, inner_size: int | None) -> tuple[int, int, int, int]:
-    """Forward messages and elements, backward messages and elements that this rank sends."""
-    size = dist.get_world_size(group)
-    sent: list[int] = []
-    original = dist.batch_isend_irecv
-
-    def counting(operations: list[Any]) -> Any:
-        sent.extend(op.tensor.numel() for op in operations if op.op is dist.isend)
-        return original(operations)
-
-    batch, heads, kv_heads, length, head_dim = shape
-    q = torch.randn(batch, heads, length // size, head_dim, requires_grad=True)
-    k = torch.randn(batch, kv_heads, length // size, head_dim, requires_grad=True)
-    with mock.patch.object(dist, "batch_isend_irecv", counting):
-        out = ring_attention(q, k, k * 2, Ring(group=group, inner_size=inner_size))
-        forward = list(sent)
-        sent.clear()
-        out.sum().backward()
-    return len(forward), sum(forward), len(sent), sum(sent)
-
-
-@pytest.mark.parametrize("inner_size", [None, 2])
-def test_messages_are_kv_sized(pool: GlooPool, inner_size: int | None) -> None:
-    batch, _, kv_heads, length, head_dim = GQA
-    world = 4
-    kv_elements = 2 * batch * kv_heads * length // world * head_dim
-    for forward_count, forward, backward_count, backward in pool.run(sent_elements, world, GQA, inner_size):
-        assert forward_count == world - 1
-        assert forward == (world - 1) * kv_elements
-        # What a rank adds for its own tensor stays, and so does what comes from its own inner ring.
-        gradient_messages = world - 1 if inner_size is None else world - 1 + world // inner_size - 1
-        assert backward_count == world - 1 + gradient_messages
-        assert backward == backward_count * kv_elements
 
 
 class NoHostReads(TorchDispatchMode):
