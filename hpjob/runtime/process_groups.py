@@ -49,8 +49,17 @@ class ProcessGroups:
         if key not in self._made:
             is_world = kept == (tuple(range(dist.get_world_size())),)
             reuses_world = is_world and (self.device_type == "cpu" or traffic == "parameters")
-            self._made[key] = dist.group.WORLD if reuses_world else _new_group(kept, {})
+            self._made[key] = dist.group.WORLD if reuses_world else _new_group(kept, self._options(traffic))
         return self._made[key]
+
+    @staticmethod
+    def _options(traffic: Traffic) -> dict[str, Any]:
+        """Kernels of what layers wait for start before the rest of a product's blocks; parameters have time."""
+        if traffic == "parameters" or "nccl" not in dist.get_backend_config():
+            return {}
+        options = dist.ProcessGroupNCCL.Options()
+        options.is_high_priority_stream = True
+        return {"backend": "nccl", "pg_options": options}
 
     def for_messages(self, rows: Sequence[Sequence[int]], count: int) -> list[dist.ProcessGroup | None]:
         """Return groups as of :meth:`get` whose messages do not wait for one another; a collective call likewise.

@@ -120,7 +120,9 @@ class SharedWeights(Generic[W]):
 
         def hook(_: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
             unit.make_whole()
-            self._expect(number + 1)
+            # A layer that runs again within the backward pass comes after the next one.
+            if not unit.in_backward:
+                self._expect(number + 1)
             if torch.is_grad_enabled() and args[0].requires_grad:
                 return (_CallingBack.apply(args[0], left), *args[1:])  # type: ignore[no-untyped-call]
             return args
@@ -138,7 +140,7 @@ class SharedWeights(Generic[W]):
                 self._expect(number - 1)
 
         def hook(_: nn.Module, __: tuple[Any, ...], output: Any) -> Any:
-            # A layer that runs again within the backward pass is still needed there.
+            # One that runs again is still needed there.
             if not unit.in_backward:
                 unit.free()
             return _with_call(output, needed)

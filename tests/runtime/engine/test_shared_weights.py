@@ -16,6 +16,7 @@ from torch.distributed.device_mesh import init_device_mesh
 
 from hpjob.runtime.engine import Engine
 from hpjob.runtime.mesh import build_mesh
+from hpjob.runtime.model.parameters import ShardedParameter
 from hpjob.runtime.optimizer.master import MasterWeight
 from hpjob.runtime.parallel import weight_unit
 from hpjob.runtime.parallel.own_chunk import OwnChunk, SharingRanks
@@ -45,6 +46,9 @@ UNEVEN = "vocab_size=97 intermediate_size=50"
         f"dp_size=3 zero_stage=1 {UNEVEN} tie_word_embeddings=true",
         f"dp_size=3 zero_stage=0 {UNEVEN} num_microbatches=1 precision=bf16",
         f"dp_size=4 zero_stage=1 zero_shard_size=2 {UNEVEN} recompute=full precision=fp16",
+        f"dp_size=3 zero_stage=2 {UNEVEN} num_microbatches=3",
+        f"dp_size=3 zero_stage=3 {UNEVEN} num_microbatches=2 precision=bf16",
+        f"dp_size=4 zero_stage=3 zero_shard_size=2 {UNEVEN} tie_word_embeddings=true num_microbatches=2 recompute=full",
     ],
 )
 def test_any_sizes_have_the_numbers_of_one_process(parity: Callable[..., Outcome], case: str) -> None:
@@ -91,14 +95,23 @@ def distance_from_one_rank(
 FROZEN = ("embed_tokens", "layers.1.mlp", "layers.0.input_layernorm")
 
 
-@pytest.mark.parametrize("text", ["zero_stage=1 precision=fp32", "zero_stage=0 precision=fp32 recompute=full"])
+@pytest.mark.parametrize(
+    "text",
+    [
+        "zero_stage=1 precision=fp32",
+        "zero_stage=0 precision=fp32 recompute=full",
+        "zero_stage=2 precision=fp32",
+        "zero_stage=3 precision=fp32 recompute=full",
+    ],
+)
 def test_frozen_weights_stay_and_hold_nobody_up(pool: ProcessPool, text: str) -> None:
     assert distance_from_one_rank(pool, text, 2, FROZEN) < 1e-6
 
 
+@pytest.mark.parametrize("zero_stage", [1, 3])
 @pytest.mark.parametrize("left_out", ["start_reduce_scatter", "start_all_gather", "start_all_reduce"])
-def test_a_lost_exchange_would_be_noticed(pool: ProcessPool, left_out: str) -> None:
-    distance = distance_from_one_rank(pool, "zero_stage=1 precision=fp32", 2, broken=left_out)
+def test_a_lost_exchange_would_be_noticed(pool: ProcessPool, left_out: str, zero_stage: int) -> None:
+    distance = distance_from_one_rank(pool, f"zero_stage={zero_stage} precision=fp32", 2, broken=left_out)
     assert not distance <= 1e-4  # memory that was never written may be no number
 
 
@@ -140,6 +153,11 @@ def test_reduced_gradients_lie_in_their_sums() -> None:
         assert (before, size) == (after, 4 * elements), name
 
 
+def has_gradient(item: ShardedParameter) -> bool:
+    of_master = item.master is not None and (item.master.gradient is not None or item.master.reduced is not None)
+    return item.parameter.grad is not None or of_master
+
+
 def reduced_before_the_end(case: Case) -> list[tuple[int, int]]:
     """Of every reduction: weights that are in it, and gradients that exist when it begins."""
     found: list[tuple[int, int]] = []
@@ -147,7 +165,7 @@ def reduced_before_the_end(case: Case) -> list[tuple[int, int]]:
         engine = Engine(case.plan, case.recipe, build_mesh(case.plan, "cpu"), torch.device("cpu"))
 
         def noted(_: Any, wholes: list[Tensor], __: Any) -> Any:
-            held = [p for p in engine.parameters if p.parameter.grad is not None or p.master.gradient is not None]  # type: ignore[union-attr]
+            held = [p for p in engine.parameters if has_gradient(p)]
             found.append((len(wholes), len(held)))
             return SimpleNamespace(wait=lambda: None)
 
@@ -188,6 +206,52 @@ def test_deferred_gradients_of_a_layer_are_reduced_before_those_of_the_next_are_
     layer = ["product"] * 7 + ["reduce"]
     assert began[-17:] == [*layer, *layer, "reduce"]
     assert began.count("reduce") == 3 + 3
+
+
+def most_whole(case: Case) -> tuple[int, int, int]:
+    """Layers whose weights have memory at once within a step and an evaluation, at most; how many after them, and how
+    many sets of whole gradients of a layer at once."""
+    most, held = 0, 0
+    with fake_world(0, case.world):
+        engine = Engine(case.plan, case.recipe, build_mesh(case.plan, "cpu"), torch.device("cpu"))
+        layers = engine.stages[0].decoder_layers
+
+        def whole() -> int:
+            return sum(any(p.untyped_storage().nbytes() for p in layer.parameters()) for layer in layers)
+
+        def gradients() -> int:
+            masters = {id(p.parameter): p.master for p in engine.parameters}
+            of_layers = [[masters[id(p)] for p in layer.parameters()] for layer in layers]
+            return sum(any(m is not None and m.gradient is not None for m in of_layer) for of_layer in of_layers)
+
+        gather, reduce = weight_unit.WeightUnit.gather, weight_unit.WeightUnit.reduce
+
+        def noted(self: Any) -> None:
+            nonlocal most
+            gather(self)
+            most = max(most, whole())
+
+        def noted_reduction(self: Any, beside: Any, *, is_last: bool) -> None:
+            nonlocal held
+            held = max(held, gradients())
+            reduce(self, beside, is_last=is_last)
+
+        with (
+            patch.object(weight_unit.WeightUnit, "gather", noted),
+            patch.object(weight_unit.WeightUnit, "reduce", noted_reduction),
+        ):
+            batch = rank_batch(global_batch(case.recipe, 1), 0, case.plan.degrees.dp)
+            engine.train_step(batch, 1)
+            engine.evaluate(batch)
+    return most, whole(), held
+
+
+@pytest.mark.parametrize("recompute", ["none", "full"])
+def test_layers_are_whole_only_while_they_are_used(recompute: str) -> None:
+    text = f"{SMALL} vocab_size=96 num_hidden_layers=5 dp_size=2 zero_stage=3 num_microbatches=2 recompute={recompute}"
+    # A layer, and the next one on its way.
+    assert most_whole(parse_case(text, world=None, steps=4)) == (2, 0, 1)
+    assert most_whole(parse_case(text.replace("stage=3", "stage=2"), world=None, steps=4)) == (5, 5, 1)
 
 
 class Weight:
