@@ -23,7 +23,6 @@ from hpjob.runtime.model.experts import place_experts
 from hpjob.runtime.model.families import family_of
 from hpjob.runtime.model.parameters import Fill, ShardedParameter, fill_from_seed, materialise
 from hpjob.runtime.model.stage import DecoderStage, stage_parts
-from hpjob.runtime.model.weight_memory import Sharing
 from hpjob.runtime.optimizer.adamw import AdamW, copy_local
 from hpjob.runtime.optimizer.gradients import add_gradients, local_squared_norm, sum_gradients
 from hpjob.runtime.optimizer.loss_scale import LossScale
@@ -40,6 +39,7 @@ from hpjob.runtime.parallel.fp8 import Fp8Product
 from hpjob.runtime.parallel.shared_weights import SharedWeights
 from hpjob.runtime.parallel.tensor_region import TensorRegion
 from hpjob.runtime.parallel.vocabulary import IGNORED_LABEL
+from hpjob.runtime.parallel.weight_unit import Sharing
 from hpjob.runtime.pipeline.executor import Head, Microbatch, PipelineExecutor
 from hpjob.runtime.pipeline.schedule import Schedule, build_schedule
 from hpjob.runtime.pipeline.transport import Transport
@@ -288,7 +288,11 @@ class Engine:
         home = torch.device("cpu") if plan.cpu_offload else self._device
         sharing = None
         if shares_weights(plan, mesh):
-            sharing = Sharing(zero_stage=plan.zero_stage, defers=self._schedule.defers_weights)
+            sharing = Sharing(
+                zero_stage=plan.zero_stage,
+                num_microbatches=plan.pipeline.num_microbatches,
+                defers=self._schedule.defers_weights,
+            )
         own = materialise(
             *(stage, cuts, mesh, home),
             seed=recipe.training.seed,
@@ -297,7 +301,7 @@ class Engine:
             fill=self.fill_weights,
         )
         queue = WeightGradientQueue() if self._schedule.defers_weights else None
-        shared = None if sharing is None else SharedWeights(stage, own, plan.zero_stage, queue)
+        shared = None if sharing is None else SharedWeights(stage, own, sharing, queue)
         self.parameters += own if shared is None else shared.in_order
         stage.make_rotary(self._device)
         if recipe.parallel.use_fp8:

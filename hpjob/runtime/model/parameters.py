@@ -18,10 +18,11 @@ from hpjob.runtime.model.cuts import Cut
 from hpjob.runtime.model.experts import expert_placements
 from hpjob.runtime.model.initial import initial_region
 from hpjob.runtime.model.stage import EMBEDDING, DecoderStage
-from hpjob.runtime.model.weight_memory import Place, Sharing, allocate, share_weights
+from hpjob.runtime.model.weight_memory import Place, allocate, share_weights
 from hpjob.runtime.optimizer.master import MasterWeight
 from hpjob.runtime.parallel.own_chunk import OwnChunk
 from hpjob.runtime.parallel.region import Region
+from hpjob.runtime.parallel.weight_unit import Sharing
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -12,31 +12,12 @@ from torch.distributed.tensor import DTensor
 from hpjob.runtime.mesh import Mesh
 from hpjob.runtime.model.cuts import Cut
 from hpjob.runtime.model.stage import DecoderStage
-from hpjob.runtime.parallel.linear import DeferringLinear
 from hpjob.runtime.parallel.own_chunk import OwnChunk, sharing_ranks
 from hpjob.runtime.parallel.peer_arena import PeerArena, bytes_for
 from hpjob.runtime.parallel.peer_memory import allocator, reaches_peers
-from hpjob.runtime.parallel.weight_unit import resize
+from hpjob.runtime.parallel.weight_unit import Sharing, resize
 
 _SUM = torch.float32
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Sharing:
-    """How a stage's weights are shared.
-
-    Attributes:
-        zero_stage: 0 to 3.
-        defers: Weight gradients are computed after the backward passes, those of several microbatches in between.
-    """
-
-    zero_stage: int
-    defers: bool = False
-
-    @property
-    def frees(self) -> bool:
-        """Whether weights are whole only while they are used."""
-        return self.zero_stage == 3
 
 
 @dataclass(frozen=True, slots=True)
@@ -136,23 +117,23 @@ def _places_in_arena(
 def _sum_names(stage: DecoderStage, even: Mapping[str, nn.Parameter], sharing: Sharing) -> dict[str, str]:
     """Return of weights what the memory of their sum is called; those with one name take turns.
 
-    With ZeRO 1 all have their own. From 2 on every second layer has the same: a layer's sums are reduced before the one
-    after the next makes its own. That holds for gradients that linear layers hand on in the backward pass, not for
-    deferred ones or what autograd makes, which wait until a pass has ended.
+    Where whole sums last only from a layer's backward pass to their reduction, every second layer has the same memory:
+    a layer's sums are reduced before the one after the next makes its own. Both ends of the model have theirs in
+    common. Deferred gradients of several microbatches lie about at once, so theirs take no turns.
     """
-    if sharing.zero_stage == 1:
+    if not sharing.reduces_every:
         return {name: name for name in even}
-    if sharing.zero_stage == 0 or sharing.defers:
+    if sharing.defers:
         return {}
-    linear = [module for module in stage.modules() if isinstance(module, DeferringLinear)]
-    handed = {id(module.weight) for module in linear if module.targets[0].rows is None}
-    names = {id(parameter): name for name, parameter in even.items() if id(parameter) in handed}
-    return {
-        names[id(parameter)]: f"{number % 2}.{inside}.{tuple(_local(parameter).shape)}"
+    names = {id(parameter): name for name, parameter in even.items()}
+    turns = {
+        names[id(parameter)]: f"{number % 2} {inside} {tuple(_local(parameter).shape)}"
         for number, layer in enumerate(stage.decoder_layers)
         for inside, parameter in layer.named_parameters()
         if id(parameter) in names
     }
+    ends = {name: f"end {tuple(_local(p).shape)}" for name, p in even.items() if name not in turns}
+    return ends | turns
 
 
 def _move(parameter: nn.Parameter, memory: Tensor) -> None:

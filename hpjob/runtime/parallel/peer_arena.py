@@ -6,14 +6,17 @@ places the same tensors in the same order, so each lies at the same place everyw
 
 from __future__ import annotations
 
+import importlib.util
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import cache
 from math import prod
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from hpjob.runtime.optimizer.fused_update import rows
 from hpjob.runtime.parallel.peer_memory import PeerMemory, SideStream
 
 _ALIGNMENT = 256
@@ -117,11 +120,9 @@ class PeerArena:
                     arrived = staging[: mine.nbytes].view(mine.dtype).view(mine.shape)
                     arrived.copy_(self._like(mine, peer))
                     if number == 0 and total.data_ptr() != mine.data_ptr():
-                        if is_first:
-                            torch.add(mine, arrived, out=total)
-                            continue
-                        total.add_(mine)
-                    total.add_(arrived)
+                        _add_two(total, mine, arrived, is_first=is_first)
+                    else:
+                        total.add_(arrived)
             self._memory.meet()
             return _Copied(self._side, self._side.mark())
 
@@ -138,6 +139,26 @@ class PeerArena:
         if self._staging is None or self._staging.nbytes < most:
             self._staging = torch.empty(most, dtype=torch.uint8, device=wholes[0].device)
         return self._staging
+
+
+def _add_two(total: Tensor, one: Tensor, two: Tensor, *, is_first: bool) -> None:
+    if is_first:
+        torch.add(one, two, out=total)
+    elif total.is_cuda and importlib.util.find_spec("triton") is not None:
+        _compiled_sum()(rows(total), rows(one), rows(two))
+    else:
+        total.add_(one).add_(two)
+
+
+@cache
+def _compiled_sum() -> Callable[[Tensor, Tensor, Tensor], None]:
+    """One pass over memory in place of two."""
+
+    def add(total: Tensor, one: Tensor, two: Tensor) -> None:
+        total.add_(one).add_(two)
+
+    compiled: Callable[[Tensor, Tensor, Tensor], None] = torch.compile(add, fullgraph=True)
+    return compiled
 
 
 def _chunk(whole: Tensor, index: int, parts: int) -> Tensor:

@@ -4,8 +4,7 @@ Beside each weight lies what the optimizer needs of this rank's chunk: fp32 mast
 With ZeRO 0 the chunk is all of it.
 
 - Each weight's gradient is a whole fp32 sum. When a backward pass has left a layer, or its deferred gradients are
-  there, the layer's sums are reduced beside the rest: with ZeRO 0 and 1 once a step, in place, each rank's chunk where
-  it lies, else after every microbatch into a sum of chunks.
+  there, the layer's sums are reduced beside the rest: with ZeRO 0 and 1 once a step, else after every microbatch.
 - The update writes the rounded chunk. With ZeRO 0 to 2 it lies in the weight: when a layer is updated, all ranks begin
   to gather the layer in place, and the next forward pass waits before each layer for that layer's. With ZeRO 3 a layer
   gets memory and is gathered while the one before it is computed, forward and backward, and its memory is given back
@@ -14,6 +13,7 @@ With ZeRO 0 the chunk is all of it.
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, Generic, TypeVar
@@ -23,10 +23,13 @@ from torch import Tensor, nn
 from torch.autograd import Function
 
 from hpjob.runtime.model.stage import DecoderStage
-from hpjob.runtime.parallel.weight_unit import SharedWeight, WeightUnit
+from hpjob.runtime.parallel.weight_unit import SharedWeight, Sharing, WeightUnit
 from hpjob.runtime.weight_gradients import WeightGradientQueue
 
 W = TypeVar("W", bound=SharedWeight)
+
+_AT_ONCE = 3
+"""Units whose sums may be on the way before memory counts more than a gap in the computation."""
 
 
 class SharedWeights(Generic[W]):
@@ -37,19 +40,24 @@ class SharedWeights(Generic[W]):
     Args:
         stage: With memory.
         items: All its weights.
-        zero_stage: 0 to 3.
+        sharing: When they are gathered and reduced.
         queue: Of weight gradients that are computed after the backward pass.
+
+    Raises:
+        ValueError: A weight is in no unit, so that nothing would reduce its gradient.
     """
 
     def __init__(
-        self, stage: DecoderStage, items: Sequence[W], zero_stage: int, queue: WeightGradientQueue | None = None
+        self, stage: DecoderStage, items: Sequence[W], sharing: Sharing, queue: WeightGradientQueue | None = None
     ) -> None:
         self._queue = queue
-        self._reduces_every = zero_stage >= 2
+        self._reduces_every = sharing.reduces_every
+        # With turns (see weight_memory), the memory of a layer's sums is wanted again two layers on.
+        self._at_once = 1 if sharing.reduces_every else _AT_ONCE
         on_gpu = bool(items) and items[0].whole.is_cuda
         self._stream = torch.cuda.Stream() if on_gpu else None  # type: ignore[no-untyped-call]
         self._reduces, self._is_last = False, False
-        self._reducing: WeightUnit | None = None
+        self._under_way: deque[WeightUnit] = deque()
         self.in_order: list[W] = []
         """The weights in the order of a forward pass, so that those that are exchanged together follow one another."""
         self._units: list[WeightUnit] = []
@@ -57,10 +65,12 @@ class SharedWeights(Generic[W]):
         for modules in _in_forward_order(stage):
             owned = [left.pop(id(p)) for module in modules for p in module.parameters()]
             self.in_order += owned
-            self._units.append(WeightUnit(owned, zero_stage))
+            self._units.append(WeightUnit(owned, sharing))
             modules[0].register_forward_pre_hook(self._before_forward(len(self._units) - 1), prepend=True)
         self._first_layer = 1 if stage.part.is_first else 0
-        if zero_stage == 3:
+        if left:
+            raise ValueError(f"{len(left)} weights are in no layer")
+        if sharing.frees:
             for number, layer in enumerate(stage.decoder_layers, self._first_layer):
                 layer.register_forward_hook(self._after_forward(number))
             if stage.part.is_first and not (stage.tied and stage.part.is_last):
@@ -96,12 +106,15 @@ class SharedWeights(Generic[W]):
     def _reduce(self, unit: WeightUnit) -> None:
         if unit.is_reduced:
             return
-        if self._reduces_every and self._reducing is not None:
-            # Then at most two units have whole gradients.
-            self._reducing.finish_reduction()
-        self._reducing = unit
+        self._let_finish(self._at_once - 1)
+        self._under_way.append(unit)
         beside: AbstractContextManager[Any] = nullcontext() if self._stream is None else torch.cuda.stream(self._stream)
         unit.reduce(beside, is_last=self._is_last)
+
+    def _let_finish(self, left: int) -> None:
+        """Wait for reductions, oldest first, until so many are left."""
+        while len(self._under_way) > left:
+            self._under_way.popleft().finish_reduction()
 
     def _before_forward(self, number: int) -> Any:
         unit = self._units[number]

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from hpjob.runtime.optimizer.master import MasterWeight
 from hpjob.runtime.parallel.coalesced import Work, start_all_gather, start_all_reduce, start_reduce_scatter, wait_for
 from hpjob.runtime.parallel.own_chunk import OwnChunk, SharingRanks
+from hpjob.runtime.parallel.peer_arena import PeerArena
 
 
 class SharedWeight(Protocol):
@@ -37,6 +38,31 @@ class SharedWeight(Protocol):
 
     def collect_gradient(self) -> None:
         """Add what the last backward pass left to the sum."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Sharing:
+    """How the ranks share the weights of a stage.
+
+    Attributes:
+        zero_stage: 0 to 3.
+        num_microbatches: Of one step.
+        defers: Weight gradients are computed after the backward passes, those of several microbatches in between.
+    """
+
+    zero_stage: int
+    num_microbatches: int
+    defers: bool = False
+
+    @property
+    def frees(self) -> bool:
+        """Whether weights are whole only while they are used."""
+        return self.zero_stage == 3
+
+    @property
+    def reduces_every(self) -> bool:
+        """Whether gradients are reduced after every microbatch, so that there need not be whole ones of all layers."""
+        return self.zero_stage >= 2 or (self.zero_stage == 1 and self.num_microbatches == 1)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -68,13 +94,12 @@ class WeightUnit:
 
     Args:
         items: All weights of the unit.
-        zero_stage: From 2 on gradients are reduced after every microbatch, with 3 weights are whole only while they
-            are used.
+        sharing: When they are gathered and reduced.
     """
 
-    def __init__(self, items: Sequence[SharedWeight], zero_stage: int) -> None:
-        self._sums_chunks = zero_stage >= 2
-        self._frees = zero_stage == 3
+    def __init__(self, items: Sequence[SharedWeight], sharing: Sharing) -> None:
+        self._reduces_every = sharing.reduces_every
+        self._frees = sharing.frees
         self._gathers: list[Work] = []
         self._reductions: list[Work] = []
         self._by_ranks: dict[SharingRanks, list[_Member]] = {}
@@ -150,9 +175,11 @@ class WeightUnit:
     ) -> None:
         works: list[Work] = []
         if ranks.shard.size() > 1:
-            start = _start_adding if self._sums_chunks else _start_in_place
             for group, is_copied in _by_way(members, ranks):
-                works += start(group, ranks, is_copied=is_copied)
+                if is_copied and not self._reduces_every:
+                    works.append(_start_in_place(group, ranks))
+                else:
+                    works += _start_adding(group, ranks, is_copied=is_copied)
         else:
             for member in members:
                 _leave(member, member.total())
@@ -199,25 +226,22 @@ def _leave(member: _Member, total: Tensor) -> None:
     member.master.gradient = None
 
 
-def _start_in_place(members: list[_Member], ranks: SharingRanks, *, is_copied: bool) -> list[Work]:
-    """Begin to reduce sums where they lie, once a step."""
+def _start_in_place(members: list[_Member], ranks: SharingRanks) -> Work:
+    """Begin to reduce sums where they have their home."""
     totals = [member.total() for member in members]
     for member, total in zip(members, totals, strict=True):
         _leave(member, total)
-    if is_copied and ranks.arena is not None:
-        return [ranks.arena.start_reduce_scatter(totals, [_reduced(m) for m in members], is_first=False)]
-    even = [(_reduced(m), total) for m, total in zip(members, totals, strict=True) if m.chunk.is_even]
-    uneven = [total for m, total in zip(members, totals, strict=True) if not m.chunk.is_even]
-    works: list[Work] = []
-    if even:
-        works.append(start_reduce_scatter([part for part, _ in even], [total for _, total in even], ranks.shard))
-    if uneven:
-        works.append(start_all_reduce(uneven, ranks.shard))
-    return works
+    return _arena(ranks).start_reduce_scatter(totals, [_reduced(member) for member in members], is_first=False)
+
+
+def _arena(ranks: SharingRanks) -> PeerArena:
+    if ranks.arena is None:
+        raise RuntimeError("these ranks have no arena")
+    return ranks.arena
 
 
 def _start_adding(members: list[_Member], ranks: SharingRanks, *, is_copied: bool) -> list[Work]:
-    """Begin to add the sums of a microbatch to the reduced gradients."""
+    """Begin to add whole sums to the reduced gradients; their memory is free when that is done."""
     totals = [member.total() for member in members]
     is_first = members[0].master.reduced is None
     for member, total in zip(members, totals, strict=True):
@@ -225,8 +249,8 @@ def _start_adding(members: list[_Member], ranks: SharingRanks, *, is_copied: boo
         if is_first:
             member.master.reduced = torch.empty_like(member.chunk.of(total), memory_format=torch.contiguous_format)
     sums = [_reduced(member) for member in members]
-    if is_copied and ranks.arena is not None:
-        return [ranks.arena.start_reduce_scatter(totals, sums, is_first=is_first)]
+    if is_copied:
+        return [_arena(ranks).start_reduce_scatter(totals, sums, is_first=is_first)]
     return _collectives_adding(members, totals, sums, ranks, is_first=is_first)
 
 

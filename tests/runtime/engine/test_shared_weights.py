@@ -21,6 +21,7 @@ from hpjob.runtime.optimizer.master import MasterWeight
 from hpjob.runtime.parallel import weight_unit
 from hpjob.runtime.parallel.own_chunk import OwnChunk, SharingRanks
 from hpjob.runtime.parallel.shared_weights import SharedWeights
+from hpjob.runtime.parallel.weight_unit import Sharing
 from hpjob.runtime.parity.case import Case, parse_case
 from hpjob.runtime.parity.compare import Outcome, assemble, relative_difference
 from hpjob.runtime.parity.data import global_batch, rank_batch
@@ -282,7 +283,7 @@ def exchange(shard: int, zero_stage: int) -> tuple[list[list[float]], list[list[
     layer = nn.Module()
     layer.even, layer.uneven = (weight.parameter for weight in weights)
     stage: Any = SimpleNamespace(part=SimpleNamespace(is_first=False, is_last=False), decoder_layers=[layer])
-    shared = SharedWeights(stage, weights, zero_stage)
+    shared = SharedWeights(stage, weights, Sharing(zero_stage=zero_stage, num_microbatches=2))
     rank = dist.get_rank()
     weights[0].parameter.grad = torch.arange(4.0).view(4, 1) + rank
     if rank:
