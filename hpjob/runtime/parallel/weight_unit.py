@@ -180,7 +180,8 @@ class WeightUnit:
                     works.append(_start_in_place(group, ranks))
                 else:
                     works += _start_adding(group, ranks, is_copied=is_copied)
-        else:
+        elif is_last:
+            # Until then there is nothing to exchange, and the sums of the microbatches go on.
             for member in members:
                 _leave(member, member.total())
         if ranks.replicate.size() > 1 and is_last:
