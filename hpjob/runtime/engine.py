@@ -293,7 +293,8 @@ class Engine:
             fill=self.fill_weights,
         )
         queue = WeightGradientQueue() if self._schedule.defers_weights else None
-        whole = WholeWeights(stage, own, queue) if is_shared else None
+        alone = plan.pipeline.num_microbatches == 1
+        whole = WholeWeights(stage, own, queue, frees_early=alone) if is_shared else None
         self.parameters += own if whole is None else whole.in_order
         stage.make_rotary(self._device)
         if recipe.parallel.use_fp8:

@@ -4,7 +4,7 @@ Beside each weight lies what the optimizer needs of this rank's chunk: fp32 mast
 pass, the reduced gradient. With ZeRO 0 the chunk is all of it. Nothing is copied on the way:
 
 - Each weight's gradient is a whole fp32 sum. When the last backward pass of a step has left a layer, or its deferred
-  gradients are there, the layer's sums are reduced in place, each rank's chunk where it lies, beside the rest.
+  gradients are there, the layer's sums are reduced beside the rest, straight into chunks.
 - The update writes the rounded chunk where it lies in the weight. When it has done a layer, all ranks begin to gather
   the layer's weights in place, and the next forward pass waits before each layer for that layer's.
 
@@ -14,6 +14,7 @@ are trained, never from whether a gradient has reached a weight on this rank: on
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, Generic, Protocol, TypeVar
@@ -50,6 +51,9 @@ class WholeWeight(Protocol):
         """Add what the last backward pass left to the sum."""
 
 
+_AT_ONCE = 4
+"""Layers whose sums may be on the way before memory counts more than a gap in the computation."""
+
 W = TypeVar("W", bound=WholeWeight)
 
 
@@ -67,30 +71,35 @@ class _Unit:
         if items and items[-1].chunk is not None:
             items[-1].chunk.begin_exchange = self.gather
         self._reductions: list[Work] = []
+        self._reduced: list[Tensor] = []
+        """Whole sums that must stay until then."""
         self.is_reduced = False
         """In this step, or on the way."""
 
     def reduce(self, beside: AbstractContextManager[Any]) -> None:
-        """Begin to sum the gradients over all ranks, unless that was begun; of each, the chunk is left.
+        """Begin to sum the gradients over all ranks; of each, the chunk is left.
 
         Args:
             beside: Makes another stream the current one, for what waits for collectives.
         """
-        if self.is_reduced:
-            return
         self.is_reduced = True
         for ranks, items in self._by_ranks.items():
             trained = [(chunk, master, _sum(item, master)) for item, chunk, master in items if _is_trained(item)]
-            even = [(chunk.of(total), total) for chunk, _, total in trained if chunk.is_even]
-            uneven = [total for chunk, _, total in trained if not chunk.is_even]
+            scattered, summed = [], []
             for chunk, master, total in trained:
                 master.gradient = chunk.of(total)
-            self._reductions += _reduce(even, uneven, ranks, beside)
+                if chunk.is_even and ranks.shard.size() > 1:
+                    master.gradient = torch.empty_like(master.gradient)
+                    scattered.append((master.gradient, total))
+                else:
+                    summed.append(total)
+            self._reduced += [total for _, total in scattered]
+            self._reductions += _reduce(scattered, summed, ranks, beside)
 
     def finish_reduction(self) -> None:
-        """Wait for the sums."""
+        """Wait for the sums; the memory of whole ones is free then."""
         wait_for(self._reductions)
-        self.is_reduced = False
+        self._reduced.clear()
 
     def gather(self) -> None:
         """Begin to make weights whole of which chunks have changed."""
@@ -123,20 +132,22 @@ def _sum(item: WholeWeight, master: MasterWeight) -> Tensor:
 
 
 def _reduce(
-    even: list[tuple[Tensor, Tensor]], uneven: list[Tensor], ranks: SharingRanks, beside: AbstractContextManager[Any]
+    scattered: list[tuple[Tensor, Tensor]],
+    summed: list[Tensor],
+    ranks: SharingRanks,
+    beside: AbstractContextManager[Any],
 ) -> list[Work]:
+    """Begin to sum: of some tensors each rank its chunk, of others all."""
     works: list[Work] = []
-    chunks = [chunk for chunk, _ in even]
-    if ranks.shard.size() > 1:
-        if even:
-            works.append(start_reduce_scatter(chunks, [total for _, total in even], ranks.shard))
-        if uneven:
-            works.append(start_all_reduce(uneven, ranks.shard))
-    summed = [*chunks, *uneven]
-    if ranks.replicate.size() > 1 and summed:
+    chunks = [chunk for chunk, _ in scattered]
+    if scattered:
+        works.append(start_reduce_scatter(chunks, [total for _, total in scattered], ranks.shard))
+    if summed and ranks.shard.size() > 1:
+        works.append(start_all_reduce(summed, ranks.shard))
+    if ranks.replicate.size() > 1 and (chunks or summed):
         with beside if works else nullcontext():
             wait_for(works)
-            works.append(start_all_reduce(summed, ranks.replicate))
+            works.append(start_all_reduce([*chunks, *summed], ranks.replicate))
     return works
 
 
@@ -163,10 +174,21 @@ class WholeWeights(Generic[W]):
         stage: With memory.
         items: All its weights.
         queue: Of weight gradients that are computed after the backward pass.
+        frees_early: Whole sums do not exist before the pass that is reduced, so that memory grows with each that is
+            left to the end of the step.
     """
 
-    def __init__(self, stage: DecoderStage, items: Sequence[W], queue: WeightGradientQueue | None = None) -> None:
+    def __init__(
+        self,
+        stage: DecoderStage,
+        items: Sequence[W],
+        queue: WeightGradientQueue | None = None,
+        *,
+        frees_early: bool = False,
+    ) -> None:
         self._queue = queue
+        self._frees_early = frees_early
+        self._under_way: deque[_Unit] = deque()
         on_gpu = bool(items) and items[0].whole.is_cuda
         self._stream = torch.cuda.Stream() if on_gpu else None  # type: ignore[no-untyped-call]
         self.reduces = False
@@ -181,11 +203,13 @@ class WholeWeights(Generic[W]):
             unit = _Unit(owned)
             self._units.append(unit)
             modules[0].register_forward_pre_hook(self._before_forward(unit), prepend=True)
+        if left:
+            raise ValueError(f"{len(left)} weights are in no layer, so nothing would reduce their gradients")
 
     def _before_forward(self, unit: _Unit) -> Any:
         def reduce() -> None:
             if self.reduces:
-                unit.reduce(self._beside())
+                self._reduce(unit)
 
         def left() -> None:
             if self._queue is None:
@@ -204,17 +228,28 @@ class WholeWeights(Generic[W]):
     def reduce(self) -> None:
         """Begin to reduce what the hooks left over, in the order of a backward pass."""
         for unit in reversed(self._units):
-            unit.reduce(self._beside())
+            self._reduce(unit)
 
     def finish_reduction(self) -> None:
         """Wait until all gradients of this step are reduced."""
         self.reduce()
+        self._let_finish(0)
         for unit in self._units:
-            unit.finish_reduction()
+            unit.is_reduced = False
         self.reduces = False
 
-    def _beside(self) -> AbstractContextManager[Any]:
-        return nullcontext() if self._stream is None else torch.cuda.stream(self._stream)
+    def _reduce(self, unit: _Unit) -> None:
+        if unit.is_reduced:
+            return
+        unit.reduce(nullcontext() if self._stream is None else torch.cuda.stream(self._stream))
+        self._under_way.append(unit)
+        if self._frees_early:
+            self._let_finish(_AT_ONCE)
+
+    def _let_finish(self, left: int) -> None:
+        """Wait for reductions, oldest first, until so many are left."""
+        while len(self._under_way) > left:
+            self._under_way.popleft().finish_reduction()
 
 
 def _in_forward_order(stage: DecoderStage) -> list[list[nn.Module]]:
