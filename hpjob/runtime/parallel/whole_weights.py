@@ -51,7 +51,7 @@ class WholeWeight(Protocol):
         """Add what the last backward pass left to the sum."""
 
 
-_AT_ONCE = 4
+_AT_ONCE = 3
 """Layers whose sums may be on the way before memory counts more than a gap in the computation."""
 
 W = TypeVar("W", bound=WholeWeight)
