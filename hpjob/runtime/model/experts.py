@@ -53,14 +53,14 @@ def expert_modules(stage: nn.Module) -> Iterator[tuple[str, ExpertParallelExpert
 
 
 def expert_region(name: str, parameter: Tensor, mesh: Mesh) -> Region:
-    """Return the part of an expert weight that lies here after FSDP2 has cut it.
+    """Return the part of an expert weight that this rank updates.
 
     Gate and up lie behind one another in one parameter, of which tensor parallelism cuts each: the region is one of
     (experts, 2, intermediate, hidden) then, whose memory is that of (experts, 2 * intermediate, hidden).
 
     Args:
         name: ``…gate_up_proj`` or ``…down_proj``.
-        parameter: This rank's part before FSDP2.
+        parameter: This rank's part before data parallelism cuts it.
         mesh: With axes for experts.
     """
     axes, tp = mesh.experts, mesh.degrees.tp

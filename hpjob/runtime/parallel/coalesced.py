@@ -1,7 +1,7 @@
-"""Collectives over many tensors at once, in place and asynchronous: one launch, no flat copy.
+"""Collectives over many tensors at once, asynchronous: one launch, no flat copy.
 
-They are methods of process groups. NCCL runs all tensors of a call in one kernel and lets a part of a tensor be the
-result of the whole, or the other way round, as long as it lies where the collective would put it.
+They are methods of process groups. NCCL runs all tensors of a call in one kernel and gathers in place, as long as a
+part lies where the collective would put it.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ def start_reduce_scatter(parts: Sequence[Tensor], wholes: Sequence[Tensor], grou
     """Begin to sum tensors over a group, each rank its own part.
 
     Args:
-        parts: This rank's chunk of each whole along dim 0, a view of it.
-        wholes: Contiguous; the other parts mean nothing afterwards.
+        parts: Get this rank's chunk of each whole along dim 0.
+        wholes: Contiguous; both must stay as they are until then.
         group: To sum over.
     """
     return _begin(group, "reduce_scatter_single_coalesced", "reduce_scatter_tensor_coalesced")(
@@ -34,7 +34,13 @@ def start_reduce_scatter(parts: Sequence[Tensor], wholes: Sequence[Tensor], grou
 
 
 def start_all_gather(wholes: Sequence[Tensor], parts: Sequence[Tensor], group: dist.ProcessGroup) -> Work:
-    """Begin to fill tensors with the parts of all ranks; arguments as of :func:`start_reduce_scatter`."""
+    """Begin to fill tensors with the parts of all ranks.
+
+    Args:
+        wholes: Contiguous.
+        parts: This rank's chunk of each along dim 0, a view of it.
+        group: Whose parts.
+    """
     return _begin(group, "all_gather_single_coalesced", "allgather_into_tensor_coalesced")(list(wholes), list(parts))
 
 

@@ -1,7 +1,7 @@
 """Which rectangular part of a parameter a rank holds.
 
 Chunks are those of ``torch.chunk``: ceil(n / parts) each, the last ones shorter or empty. Tensor
-parallelism cuts first, FSDP2 then cuts what is left.
+parallelism cuts first, data parallelism then cuts what is left.
 """
 
 from __future__ import annotations
