@@ -23,7 +23,7 @@ from hpjob.runtime.parity.data import global_batch, rank_batch
 from hpjob.runtime.rehearsal.fake_world import fake_world
 from tests.support.alone import AloneEngine
 
-SMALL = "num_hidden_layers=2 hidden_size=32 intermediate_size=48 vocab_size=96 seq_length=16 num_attention_heads=4"
+SMALL = "num_hidden_layers=1 hidden_size=32 intermediate_size=48 vocab_size=96 seq_length=16 num_attention_heads=4"
 UNEVEN = "vocab_size=97 num_microbatches=5 tp_size=2"
 """49 rows for 80 tokens: a pass after four microbatches, and one at the end."""
 ZBV = "pp_size=2 pp_style=zbv num_model_chunks=2 num_hidden_layers=4"
@@ -84,19 +84,15 @@ def apart(monkeypatch: pytest.MonkeyPatch) -> Callable[[str], Any]:
 @pytest.mark.parametrize(
     "text",
     [
-        "precision=fp32 dp_size=2 zero_stage=0 num_microbatches=1",
-        "precision=fp32 dp_size=2 zero_stage=1 vocab_size=40",
-        "precision=fp32 dp_size=2 zero_stage=1 tie_word_embeddings=true",
-        "precision=fp32 dp_size=2 zero_stage=0 model_type=gemma tie_word_embeddings=true vocab_size=40",
-        f"precision=fp32 dp_size=3 zero_stage=1 {UNEVEN}",
+        "precision=fp32 dp_size=2 zero_stage=1 vocab_size=40 tie_word_embeddings=true",
+        "precision=fp32 dp_size=2 zero_stage=0 model_type=gemma",
+        f"precision=fp32 dp_size=2 zero_stage=1 {UNEVEN}",
         f"precision=fp32 dp_size=2 zero_stage=0 {UNEVEN} sequence_parallelism_mode=split_gather",
         f"precision=fp32 dp_size=2 zero_stage=1 {ZBV} tie_word_embeddings=true",
         # Autograd rounds the sum of each microbatch.
         "precision=bf16 tie_word_embeddings=true vocab_size=40",
-        "precision=bf16 dp_size=2 zero_stage=1",
-        f"precision=bf16 {UNEVEN}",
         f"precision=bf16 {ZBV}",
-        "precision=fp16 initial_scale=256 pp_size=2",
+        "precision=fp16 initial_scale=256 pp_size=2 num_hidden_layers=2",
     ],
 )
 def test_numbers_are_those_of_autograd(text: str, apart: Callable[..., Any]) -> None:
@@ -109,7 +105,7 @@ def test_numbers_are_those_of_autograd(text: str, apart: Callable[..., Any]) -> 
             assert distance(found[name], gradient) < 1e-6, name
 
 
-@pytest.mark.parametrize("text", ["", "dp_size=2 zero_stage=1 vocab_size=40", "pp_size=2", UNEVEN])
+@pytest.mark.parametrize("text", ["dp_size=2 zero_stage=1 vocab_size=40", UNEVEN])
 def test_rows_are_added_up_exactly(text: str, apart: Callable[..., Any], monkeypatch: pytest.MonkeyPatch) -> None:
     expected: list[Tensor] = []
     hand = MasterWeight.add_rows
@@ -145,7 +141,7 @@ def test_rows_are_added_up_exactly(text: str, apart: Callable[..., Any], monkeyp
     ],
 )
 def test_the_gradient_is_made_once_for_several_microbatches(text: str, tokens: list[int]) -> None:
-    with engine_of(f"precision=bf16 {text}", steps=2) as (_, found):
+    with engine_of(f"precision=bf16 {text}") as (_, found):
         assert found == tokens
 
 
@@ -157,9 +153,9 @@ def test_autograd_makes_one_of_each_microbatch(apart: Callable[..., Any]) -> Non
     assert apart(passes) == [16] * 4
 
 
-@pytest.mark.parametrize("text", [f"precision=bf16 {UNEVEN}", "precision=bf16 tie_word_embeddings=true vocab_size=40"])
+@pytest.mark.parametrize("text", [UNEVEN, "tie_word_embeddings=true vocab_size=40"])
 def test_two_runs_have_the_same_bits(text: str) -> None:
-    first, second = gradients(text), gradients(text)
+    first, second = (gradients(f"precision=bf16 {text}", steps=1) for _ in range(2))
     assert first.keys() == second.keys()
     assert all(torch.equal(first[name], second[name]) for name in first)
 
