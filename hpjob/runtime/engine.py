@@ -306,8 +306,11 @@ class Engine:
         stage.make_rotary(self._device)
         if recipe.parallel.use_fp8:
             stage.multiply_in_fp8(Fp8Product(self._device))
-        if plan.pipeline.num_microbatches > 1 or sharing is not None:
-            stage.sum_weight_gradients({p.parameter: p.master for p in own if p.master is not None})
+        several = plan.pipeline.num_microbatches > 1
+        if several or sharing is not None:
+            sums = {p.parameter: p.master for p in own if p.master is not None}
+            reduces_every = sharing is not None and sharing.reduces_every
+            stage.sum_weight_gradients(sums, over_microbatches=several and not reduces_every)
         if queue is not None:
             stage.defer_weight_gradients(queue)
         if compiles_layers(plan, recipe, self._device):

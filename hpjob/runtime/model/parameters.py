@@ -93,6 +93,7 @@ class ShardedParameter:
         """The gradient's shard, or None when nothing reached this parameter."""
         if self.master is not None:
             self.collect_gradient()
+            self.master.finish()
             gradient = self.master.gradient if self.master.reduced is None else self.master.reduced
         else:
             gradient = self.parameter.grad
@@ -108,7 +109,7 @@ class ShardedParameter:
         """Forget the gradient."""
         self.parameter.grad = None
         if self.master is not None:
-            self.master.gradient = self.master.reduced = None
+            self.master.clear()
 
     def publish(self) -> None:
         """Round the master into the weight that is computed with, after the master changed."""

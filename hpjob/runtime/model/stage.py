@@ -20,6 +20,7 @@ from hpjob.recipe.model import ModelShape
 from hpjob.runtime.model.families import Family
 from hpjob.runtime.model.placement import place_layer
 from hpjob.runtime.moe.expert_parallel import ExpertParallelExperts
+from hpjob.runtime.optimizer.master import MasterWeight
 from hpjob.runtime.parallel.fp8 import Fp8Product
 from hpjob.runtime.parallel.linear import ColumnParallelLinear, DeferringLinear, local_tensor, multiply_gathered
 from hpjob.runtime.parallel.region import chunk_bounds
@@ -28,7 +29,6 @@ from hpjob.runtime.parallel.vocabulary import VocabularyParallelEmbedding, cross
 from hpjob.runtime.sequence.attention_interface import AttentionKernel, install_attention
 from hpjob.runtime.sequence.split_gather import gather_linear
 from hpjob.runtime.weight_gradients import WeightGradientQueue
-from hpjob.runtime.weight_sums import ProductReceiver
 
 EMBEDDING = "model.embed_tokens.weight"
 HEAD = "lm_head.weight"
@@ -122,10 +122,16 @@ class DecoderStage(nn.Module):
             elif isinstance(module, ExpertParallelExperts):
                 module.queue = queue
 
-    def sum_weight_gradients(self, sums: Mapping[nn.Parameter, ProductReceiver]) -> None:
-        """Let linear layers add the gradients of these weights to their sums in the backward pass."""
+    def sum_weight_gradients(self, sums: Mapping[nn.Parameter, MasterWeight], *, over_microbatches: bool) -> None:
+        """Let layers hand the gradients of these weights to their sums in the backward pass.
+
+        Args:
+            sums: By weight.
+            over_microbatches: The sums are of several microbatches. That of one alone, autograd makes for an embedding.
+        """
+        kinds = (DeferringLinear, VocabularyParallelEmbedding) if over_microbatches else DeferringLinear
         for module in self.modules():
-            if isinstance(module, DeferringLinear) and module.weight in sums:
+            if isinstance(module, kinds) and module.weight in sums:
                 module.sum_gradients(sums[module.weight])
 
     def multiply_in_fp8(self, product: Fp8Product) -> None:

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cache
 
 import torch
 from torch import Tensor
+
+from hpjob.runtime.embedding_rows import WaitingRows
 
 
 @dataclass(slots=True, weakref_slot=True)
@@ -21,6 +23,7 @@ class MasterWeight:
             nothing because that is what the backward pass made.
         reduced: The value's chunk of the sum over all ranks, as far as it was reduced.
         home: Memory that the whole sum has to lie in, fp32; None = any.
+        waiting: Of an embedding, rows of its gradient that are not in the sum yet.
     """
 
     value: Tensor
@@ -28,6 +31,7 @@ class MasterWeight:
     gradient: Tensor | None = None
     reduced: Tensor | None = None
     home: Tensor | None = None
+    waiting: WaitingRows = field(default_factory=WaitingRows)
 
     def add(self, gradient: Tensor) -> None:
         """Add the gradient of one microbatch; it may be kept and must not be changed afterwards."""
@@ -37,6 +41,26 @@ class MasterWeight:
             self.gradient = gradient.float() if self.needs_single else gradient
         else:
             self.gradient = self.gradient.float().add_(gradient)
+
+    def add_rows(self, ids: Tensor, rows: Tensor, num_rows: int) -> None:
+        """Add the gradient that an embedding's weight has of one microbatch, in the end by :meth:`finish`.
+
+        Args:
+            ids: (tokens,).
+            rows: Gradients of what was looked up, (tokens, width); kept, and must not be changed afterwards.
+            num_rows: Of the whole weight.
+        """
+        if self.waiting.append(ids, rows, num_rows):
+            self.finish()
+
+    def finish(self) -> None:
+        """Add what waits to the sum; :attr:`gradient` lacks it until then."""
+        self.gradient = self.waiting.add_to(self.gradient, self.home)
+
+    def clear(self) -> None:
+        """Forget the gradient."""
+        self.gradient = self.reduced = None
+        self.waiting.clear()
 
     def add_product(self, gradient: Tensor, inputs: Tensor) -> None:
         """Add the gradient that a linear layer's weight has of one microbatch.

@@ -14,6 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.autograd import Function
 
+from hpjob.runtime.embedding_rows import RowReceiver, handing_embedding, load_kernels
 from hpjob.runtime.parallel.collectives import all_reduce
 from hpjob.runtime.parallel.linear import cut_parameter, local_tensor
 from hpjob.runtime.parallel.region import chunk_bounds
@@ -24,7 +25,13 @@ IGNORED_LABEL = -100
 
 
 class VocabularyParallelEmbedding(nn.Module):
-    """Token embedding; each rank looks up the tokens of its chunk, the sum over ranks is whole."""
+    """Token embedding; each rank looks up the tokens of its chunk, the sum over ranks is whole.
+
+    Attributes:
+        receiver: Takes the weight's gradient in place of autograd.
+    """
+
+    receiver: RowReceiver | None = None
 
     def __init__(self, vocab_size: int, hidden_size: int, *, region: TensorRegion) -> None:
         super().__init__()
@@ -34,12 +41,23 @@ class VocabularyParallelEmbedding(nn.Module):
 
     def forward(self, input_ids: Tensor) -> Tensor:
         """Map token ids (batch, seq) to hidden states as they are outside the region."""
-        weight = local_tensor(self.weight)
         if self.region.size == 1:
-            return F.embedding(input_ids, weight)
+            return self._look_up(input_ids)
         elsewhere = (input_ids < self.begin) | (input_ids >= self.end)
-        found = F.embedding((input_ids - self.begin).masked_fill(elsewhere, 0), weight)
+        # Any id would do for them; many equal ones are slow to add up, though they are zero.
+        found = self._look_up((input_ids - self.begin).remainder(self.end - self.begin))
         return self.region.leave(found.masked_fill(elsewhere.unsqueeze(-1), 0.0))
+
+    def sum_gradients(self, total: RowReceiver) -> None:
+        """Hand gradients of the weight to a sum from now on."""
+        self.receiver = total
+        load_kernels(local_tensor(self.weight))
+
+    def _look_up(self, ids: Tensor) -> Tensor:
+        weight = local_tensor(self.weight)
+        if self.receiver is not None and self.weight.requires_grad and torch.is_grad_enabled():
+            return handing_embedding(ids, weight, self.receiver)
+        return F.embedding(ids, weight)
 
 
 class _CrossEntropy(Function):

@@ -82,6 +82,7 @@ class _Member:
         """The whole sum of the gradients on this rank."""
         self.item.collect_gradient()
         master = self.master
+        master.finish()
         if master.gradient is not None:
             return master.gradient.contiguous()
         if master.home is not None:
