@@ -131,6 +131,8 @@ class WeightUnit:
                     resize(member.whole, is_whole=True)
             if news and ranks.shard.size() > 1:
                 self._gathers += _gather(news, ranks, has_news=has_news)
+            else:
+                _copy_kept(news)
         self._is_whole = True
         if not self._is_on_gpu:
             # Nothing hides it there, and gloo wants its groups to live until a collective is done.
@@ -292,11 +294,17 @@ def _gather(members: list[_Member], ranks: SharingRanks, *, has_news: bool) -> l
     elif even:
         works.append(start_all_gather(wholes, sources, ranks.shard))
     uneven = [member for member in members if not member.chunk.is_even]
+    _copy_kept(uneven)
     for member in uneven:
-        if member.chunk.kept is not None:
-            member.chunk.of(member.whole).copy_(member.chunk.kept)
         member.chunk.clear_others(member.whole)
     if uneven:
         # Of each byte all ranks but one have zero, so the sum is that one's in any dtype.
         works.append(start_all_reduce([member.whole.view(torch.uint8) for member in uneven], ranks.shard))
     return works
+
+
+def _copy_kept(members: list[_Member]) -> None:
+    """Write this rank's chunk to its place in the weight, where it is kept elsewhere."""
+    for member in members:
+        if member.chunk.kept is not None:
+            member.chunk.of(member.whole).copy_(member.chunk.kept)

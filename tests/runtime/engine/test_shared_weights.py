@@ -122,36 +122,34 @@ def test_the_compiled_update_writes_chunks_where_they_lie(pool: ProcessPool, tex
     assert distance < (1e-6 if "fp32" in text else 1e-2)
 
 
-def storages(case: Case) -> list[tuple[str, int, int, int, int]]:
-    """Of every weight: name, memory of its sum when its reduction began, and after the step; bytes; elements."""
-    summed: dict[int, int] = {}
-    begin = weight_unit.start_reduce_scatter
+@pytest.mark.parametrize("zero_stage", [0, 1])
+@pytest.mark.parametrize("num_microbatches", [1, 2])
+def test_no_whole_gradient_is_copied_or_outlives_its_reduction(zero_stage: int, num_microbatches: int) -> None:
+    text = f"vocab_size=96 dp_size=2 zero_stage={zero_stage} precision=bf16 num_microbatches={num_microbatches}"
+    case = parse_case(f"{SMALL} {text}", world=None, steps=4)
+    summed: list[int] = []
+    sum_of = weight_unit._Member.total
 
-    def noted(parts: list[Tensor], wholes: list[Tensor], group: Any) -> Any:
-        summed.update({part.data_ptr(): whole.data_ptr() for part, whole in zip(parts, wholes, strict=True)})
-        return begin(parts, wholes, group)
+    def noted(self: Any) -> Tensor:
+        self.item.collect_gradient()
+        self.master.finish()
+        before, total = self.master.gradient.data_ptr(), sum_of(self)
+        assert total.data_ptr() == before and total.dtype is torch.float32
+        summed.append(before)
+        return total
 
-    with fake_world(0, case.world), patch.object(weight_unit, "start_reduce_scatter", noted):
+    with fake_world(0, case.world), patch.object(weight_unit._Member, "total", noted):
         engine = Engine(case.plan, case.recipe, build_mesh(case.plan, "cpu"), torch.device("cpu"))
         engine.train_step(rank_batch(global_batch(case.recipe, 1), 0, case.plan.degrees.dp), 1)
-        found = []
+        assert len(summed) == len(engine.parameters) == 2 * 9 + 3
         for item in engine.parameters:
             gradient, weight = item.local_gradient, item.compute_weight
-            assert gradient is not None and gradient.dtype is torch.float32
+            assert gradient is not None
+            # With ZeRO 0 what is reduced is the sum itself, else it is gone, and its memory may be used again.
+            assert gradient.untyped_storage().nbytes() == 4 * item.local.numel()
+            if num_microbatches > 1 or zero_stage == 0:
+                assert (gradient.data_ptr() in summed) is (zero_stage == 0)
             assert weight is not None and weight.untyped_storage().data_ptr() == item.whole.data_ptr()
-            storage = gradient.untyped_storage()
-            found.append(
-                (item.name, summed[gradient.data_ptr()], storage.data_ptr(), storage.nbytes(), item.whole.numel())
-            )
-    return found
-
-
-def test_reduced_gradients_lie_in_their_sums() -> None:
-    case = parse_case(f"{SMALL} vocab_size=96 dp_size=2 zero_stage=1 precision=bf16", world=None, steps=4)
-    found = storages(case)
-    assert len(found) == 2 * 9 + 3
-    for name, before, after, size, elements in found:
-        assert (before, size) == (after, 4 * elements), name
 
 
 def has_gradient(item: ShardedParameter) -> bool:
