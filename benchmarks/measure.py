@@ -13,6 +13,7 @@ import torch.distributed as dist
 from hpjob.runtime.engine import Batch, Engine
 from hpjob.runtime.mesh import build_mesh
 from hpjob.runtime.model.parameters import fill_quickly
+from hpjob.runtime.parallel.peer_memory import held_bytes
 from hpjob.runtime.parity.case import Case
 
 GIB = 2**30
@@ -139,9 +140,11 @@ def seconds_of(work: Callable[[], object], device: torch.device) -> float:
 def _memory(device: torch.device) -> dict[str, float]:
     if device.type != "cuda":
         return {}
+    shared = held_bytes()
     return {
-        "peak_allocated_gib": torch.cuda.max_memory_allocated() / GIB,
-        "peak_reserved_gib": torch.cuda.max_memory_reserved() / GIB,
+        "peak_allocated_gib": (torch.cuda.max_memory_allocated() + shared) / GIB,
+        "peak_reserved_gib": (torch.cuda.max_memory_reserved() + shared) / GIB,
+        "peer_memory_gib": shared / GIB,
     }
 
 

@@ -95,10 +95,10 @@ def _part(part: str, pool: ProcessPool, options: argparse.Namespace, deadline: f
     from benchmarks.gpu_parity import parity
     from benchmarks.layouts import mixed, single_axis
     from benchmarks.multi_gpu_models import models, small_models
-    from benchmarks.multi_gpu_speed import speed
+    from benchmarks.multi_gpu_speed import is_wanted, speed
 
     layouts = {**single_axis(options.gpus), **mixed(options.gpus)}
-    layouts = {k: text for k, text in layouts.items() if not options.cases or any(c in k for c in options.cases)}
+    layouts = {name: text for name, text in layouts.items() if is_wanted(name, options.cases)}
     if part == "parity":
         extra = "enable_jit_fused=false" if not options.compile_parity else ""
         found = parity(
@@ -182,7 +182,12 @@ def _options(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--gpus", type=int, default=2, help="GPUs to use (default: %(default)s)")
     parser.add_argument("--parts", nargs="+", choices=PARTS, default=PARTS, help="what to run (default: all)")
-    parser.add_argument("--cases", nargs="+", help="layouts whose name (with the model's before it) contains a text")
+    parser.add_argument(
+        "--cases",
+        nargs="+",
+        help="layouts whose name (with the model's before it) contains a text; in speed, 8192:TEXT = at that length",
+    )
+    parser.add_argument("--once", action="store_true", help="speed without a second measurement of one GPU")
     parser.add_argument("--layers", type=int, default=16, help="decoder layers (default: %(default)s)")
     parser.add_argument("--sequences", type=int, nargs="+", default=[2048, 8192, 32768], help="tokens of a sequence")
     parser.add_argument("--tokens-per-gpu", type=int, default=32768, help="tokens of a step (default: %(default)s)")

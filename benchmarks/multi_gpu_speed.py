@@ -34,7 +34,9 @@ def speed(
     """
     for seq in options.sequences:
         bases: dict[tuple[int, int], float] = {}
-        for name, text in {**layouts, "one GPU, again": ""}.items():
+        again = {} if options.once else {"one GPU, again": ""}
+        of_seq = {name: text for name, text in layouts.items() if is_wanted(name, options.cases, seq)}
+        for name, text in {**of_seq, **again}.items():
             if time.monotonic() > deadline:
                 yield {"layout": name, "seq": seq, "skipped": "out of time"}
                 continue
@@ -55,6 +57,20 @@ def speed(
                 record |= _bound(case)
             yield record
         yield from (_measured_peer(pool, name, seq, options) for name in options.peers)
+
+
+def is_wanted(name: str, cases: Sequence[str] | None, seq: int | None = None) -> bool:
+    """Whether a layout is among those asked for; ``32768:ring`` asks for layouts with ``ring`` at that length only.
+
+    Args:
+        name: Of the layout.
+        cases: Parts of names; None = all.
+        seq: Tokens of a sequence; None = any.
+    """
+    if not cases:
+        return True
+    asked = [case.rpartition(":") for case in cases]
+    return any(part in name and (not length or seq is None or int(length) == seq) for length, _, part in asked)
 
 
 def _case(
@@ -122,6 +138,7 @@ def figures(ranks: Sequence[Mapping[str, Any]], case: Case) -> dict[str, Any]:
         "mfu": tflops / PEAK_TFLOPS,
         "peak_allocated_gib": [rank.get("peak_allocated_gib") for rank in ranks],
         "peak_reserved_gib": [rank.get("peak_reserved_gib") for rank in ranks],
+        "peer_memory_gib": [rank.get("peer_memory_gib") for rank in ranks],
         "first_step_s": ranks[0]["first_step_s"],
         "build_s": ranks[0]["build_s"],
         "loss": ranks[0]["loss"],

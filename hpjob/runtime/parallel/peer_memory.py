@@ -13,6 +13,7 @@ from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from typing import Any, Protocol
+from weakref import WeakSet
 
 import torch
 import torch.distributed as dist
@@ -20,6 +21,8 @@ from torch import Tensor
 from torch.distributed import _symmetric_memory as symmetric
 
 log = logging.getLogger(__name__)
+
+_held: WeakSet[SymmetricMemory] = WeakSet()
 
 _BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 
@@ -54,6 +57,8 @@ class SymmetricMemory:
         # Held, because the handle does not.
         self._memory = _torch().empty_strided_p2p((num_bytes,), (1,), torch.uint8, device, group.group_name)
         self._handle = _torch().rendezvous(self._memory)
+        self.num_bytes = num_bytes
+        _held.add(self)
 
     def of(self, rank: int, shape: Sequence[int], dtype: torch.dtype, begin: int = 0) -> Tensor:
         """See :class:`PeerMemory`."""
@@ -63,6 +68,11 @@ class SymmetricMemory:
     def meet(self) -> None:
         """See :class:`PeerMemory`."""
         self._handle.barrier(channel=0)
+
+
+def held_bytes() -> int:
+    """Return how much memory of this rank its peers can read; torch's allocator does not count it."""
+    return sum(memory.num_bytes for memory in _held)
 
 
 def allocator(group: dist.ProcessGroup, device: torch.device) -> Callable[[int], PeerMemory]:
