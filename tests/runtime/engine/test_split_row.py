@@ -109,3 +109,23 @@ def test_compiled_layers_copy_no_whole_activation(monkeypatch: pytest.MonkeyPatc
         if name in COPIES and node.meta["val"].numel() >= batch * LENGTH * HIDDEN
     ]
     assert copied == []
+
+
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")
+@pytest.mark.usefixtures("world")
+@pytest.mark.parametrize(("num_microbatches", "made"), [(1, 7), (2, 0)])
+def test_weights_whose_gradients_are_handed_on_get_none_of_zeros(
+    monkeypatch: pytest.MonkeyPatch, num_microbatches: int, made: int
+) -> None:
+    graphs: list[GraphModule] = []
+    monkeypatch.setattr(torch, "compile", partial(torch.compile, backend=recorded(graphs)))
+    work = case(1, f"enable_jit_fused=true num_hidden_layers=1 precision=bf16 num_microbatches={num_microbatches}")
+    engine = Engine(work.plan, work.recipe, build_mesh(work.plan, "cpu"), torch.device("cpu"))
+    engine.accumulate_gradients(rank_batch(global_batch(work.recipe, 1), 0, 1))
+    weights = {
+        tuple(item.local.shape) for item in engine.parameters if item.name.startswith("model.layers.0.") and item.decays
+    }
+    backward = [graph for graph in graphs if "gather_linear_backward" in graph.code]
+    outputs = [node for graph in backward for node in graph.graph.nodes if node.op == "output"]
+    shapes = [tuple(v.meta["val"].shape) for node in outputs for v in node.all_input_nodes if "val" in v.meta]
+    assert sum(shape in weights for shape in shapes) == made

@@ -49,7 +49,7 @@ def apart(monkeypatch: pytest.MonkeyPatch) -> Callable[[str], dict[str, Tensor]]
 
     def run(text: str) -> dict[str, Tensor]:
         with monkeypatch.context() as patch:
-            patch.setattr(DecoderStage, "sum_weight_gradients", lambda *_: None)
+            patch.setattr(DecoderStage, "sum_weight_gradients", lambda *_, **__: None)
             return gradients(text)
 
     return run
@@ -153,7 +153,8 @@ def multiplied(monkeypatch: pytest.MonkeyPatch) -> list[torch.Size]:
     """Shapes of products that were added up in fp32, as a GPU does and a CPU cannot."""
     found: list[torch.Size] = []
 
-    def add(total: Tensor | None, gradient: Tensor, inputs: Tensor) -> Tensor:
+    def add(total: Tensor | None, gradient: Tensor, inputs: Tensor, home: Tensor | None = None) -> Tensor:
+        assert home is None, "only memory that ranks share is one"
         product = gradient.float().t() @ inputs.float()
         found.append(product.shape)
         return product if total is None else total.add_(product)
@@ -174,9 +175,9 @@ def multiplied(monkeypatch: pytest.MonkeyPatch) -> list[torch.Size]:
         # The head is not compiled: its gather and product are one function with its gradient.
         (f"{SPLIT} enable_jit_fused=true", 3 * LAYERS * LINEARS),
         (f"{SPLIT} enable_jit_fused=true dp_size=2", 3 * LAYERS * LINEARS),
-        # Reduced after every microbatch, so there is no sum.
-        ("dp_size=2 zero_stage=2", 0),
-        ("dp_size=2 zero_stage=3", 0),
+        # Reduced after every microbatch, each of which has a sum of its own.
+        ("dp_size=2 zero_stage=2", 3 * (LAYERS * LINEARS + 1)),
+        ("dp_size=2 zero_stage=3", 3 * (LAYERS * LINEARS + 1)),
     ],
 )
 def test_products_go_straight_to_the_sums_that_are_reduced(
