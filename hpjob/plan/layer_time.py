@@ -13,9 +13,11 @@ from hpjob.plan.shape import Shape
 
 _IMBALANCE = 1.08
 """Load of the fullest expert rank over the mean."""
-_MERGED_BYTES = 80.0, 160.0
-"""Moved for an element of the queries, forward and backward, by merging the blocks of our ring attention, by sums in
-fp32 and copies; on two H200 (docs/speed.md)."""
+_MERGED_BYTES = 20.0, 50.0
+"""Moved for an element of the queries, forward and backward, by merging the blocks of our ring attention and by copies;
+on two H200 (docs/speed.md)."""
+_BESIDE_PRODUCTS = 0.3
+"""Part of the collectives at the edges of a split sequence that is seen where our runtime makes products meanwhile."""
 _SOFT = 4.0
 """How sharply host and device time replace each other as the longer one."""
 _UNFUSED_FORWARD_BYTES = 13.0
@@ -225,6 +227,9 @@ class LayerModel:
             link = link_of(hw, layout, tp_group(layout))
             one_way = link.ring(tp, layout.tokens * s.hidden * e)
             exposed = 1.0 - self.habits.tp_overlap
+            is_beside = layout.sharded_norms and self.habits.is_own and self.habits.fused == "compiled"
+            if is_beside and not link.crosses_nodes and hw.island_kind in {"nvlink", "xgmi"}:
+                exposed *= _BESIDE_PRODUCTS
             forward += 4 * one_way * exposed
             # Elsewhere the sharded inputs of the two column-parallel products are gathered again; our runtime keeps
             # them, or gathers once for the block that begins and the one that ends.
@@ -232,7 +237,7 @@ class LayerModel:
             backward += (5 if again else 4) * one_way * exposed
             if layout.sharded_norms and self.habits.is_own:
                 # Gathering along the sequence copies what arrived into its place, and so does scattering.
-                copy = hw.traffic(2.0 * layout.tokens * s.hidden * e)
+                copy = hw.traffic(2.0 * layout.tokens * s.hidden * e) * exposed
                 forward, backward = forward + 4 * copy, backward + 4 * copy
         if sp > 1:
             ring_f, ring_b = self._sequence_axis(layout, attention)
@@ -260,9 +265,9 @@ class LayerModel:
         forward, backward = max(rounds - hidden_f, 0.0) + latency, latency
         if not self.habits.is_own:
             return forward, backward + max(2 * rounds - hidden_b, 0.0)
-        # Ours travel in fp32, and nothing is left to compute while the last ones come home.
+        # Part of the rank's own block is computed while the last ones come home. Sums travel in fp32.
         home = link.send(kv * 4.0 / e)
-        backward += max(rounds + (sp - 2) * home - hidden_b, 0.0) + home
+        backward += max(2 * rounds + (sp - 2) * home - attention[1], 0.0)
         merged = [self.hardware.traffic(layout.tokens * s.q_width / tp * moved) for moved in _MERGED_BYTES]
         return forward + merged[0], backward + merged[1]
 

@@ -193,10 +193,15 @@ class MemoryModel:
             weights, gradients, optimizer = weights * (layout.zero != 3), gradients * (layout.zero < 2), 0.0
         if layout.zero == 3 and (shards > 1 or layout.cpu_offload):
             # Two layers are whole at a time: the one that computes and the one that is fetched.
-            s = self.shape
-            largest = s.always_params + s.routed_params / layout.ep if part.routed else s.dense_layer_params
-            weights += 2 * largest / layout.tp * layout.element_bytes
+            weights += 2 * self._largest_layer(part, layout) / layout.tp * layout.element_bytes
+        if self.habits.gradients == "lazy" and shards > 1 and _reduces_every(layout) and not layout.cpu_offload:
+            # Whole sums of two layers, which take turns, and of one end of the model.
+            gradients += 4.0 * (2 * self._largest_layer(part, layout) + self.shape.head_params) / layout.tp
         return weights, gradients, optimizer
+
+    def _largest_layer(self, part: _Part, layout: Layout) -> float:
+        s = self.shape
+        return s.always_params + s.routed_params / layout.ep if part.routed else s.dense_layer_params
 
     def _layers(self, layout: Layout) -> tuple[float, float]:
         """Bytes that a layer with a dense MLP and one with experts keep of a microbatch."""
@@ -271,14 +276,20 @@ def _state_bytes(params: float, shards: int, layout: Layout, habits: Framework) 
 
 
 def _lazy_gradient_bytes(layout: Layout, shards: int) -> float:
-    """Bytes of a parameter's gradients while activations are at their peak, and of the reduced copy.
+    """Bytes of a parameter's gradients while activations are at their peak.
 
-    A single microbatch makes them while its activations go, several sum in fp32; they are reduced in fp32,
-    into a copy under ZeRO 0 and 1 and microbatch by microbatch into the shard itself from ZeRO-2 on.
+    A single microbatch makes them while its activations go, several sum in fp32. ZeRO 0 reduces the sum itself, ZeRO 1
+    a layer's after the other into chunks, from ZeRO-2 on microbatch by microbatch.
     """
     if shards == 1:
         return 0.0 if layout.num_microbatches == 1 else 4.0
+    if layout.num_microbatches == 1:
+        return 4.0 if layout.zero == 0 else 0.0
     if layout.zero >= 2:
         return 4.0 / shards
-    copy = 4.0 / shards if layout.zero == 1 else 4.0
-    return copy + (4.0 if layout.num_microbatches > 1 else 0.0)
+    return 8.0 if layout.zero == 0 else 4.0
+
+
+def _reduces_every(layout: Layout) -> bool:
+    """Whether our runtime keeps no whole gradients between microbatches."""
+    return layout.zero >= 2 or (layout.zero == 1 and layout.num_microbatches == 1)

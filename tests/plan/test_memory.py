@@ -37,10 +37,13 @@ def test_states_of_a_framework_with_a_buffer_are_eighteen_bytes_a_parameter_and_
     assert states(3) == pytest.approx(18 / 8 + gathered)
     # FSDP keeps no 16-bit shard beside the master weight.
     assert states(3, "torchtitan") == pytest.approx(16 / 8 + gathered)
-    # The runtime reduces its sums into a copy, and sums nothing when there is one microbatch.
+    # With one microbatch, or from ZeRO 2 on, the runtime has whole sums of two layers and of one end of the model.
+    sums = 4 * (2 * shape.dense_layer_params + shape.head_params) / shape.num_params
     assert states(0, "hpjob") == pytest.approx(18.0 + 4)
-    assert states(1, "hpjob") == pytest.approx(6 + 16 / 8)
-    assert states(1, "hpjob", num_microbatches=1) == pytest.approx(2 + 16 / 8)
+    assert states(1, "hpjob") == pytest.approx(6 + 12 / 8)
+    assert states(1, "hpjob", num_microbatches=1) == pytest.approx(2 + 12 / 8 + sums)
+    assert states(2, "hpjob") == pytest.approx(2 + 16 / 8 + sums)
+    assert states(3, "hpjob") == pytest.approx(18 / 8 + gathered + sums)
 
 
 def test_classic_block_keeps_what_the_literature_counts() -> None:
