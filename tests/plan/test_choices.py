@@ -91,7 +91,7 @@ def test_a_dead_link_keeps_tp_in_groups_and_pipelines_off_the_pair() -> None:
 
 def test_without_nvlink_tp_loses_by_its_traffic_over_pcie(plans: dict[str, Plan]) -> None:
     plan = plans["pcie-l40s"]
-    assert plan.degrees.tp < plans["dgx-a100-80g"].degrees.tp
+    assert plan.degrees.tp <= plans["dgx-a100-80g"].degrees.tp < 8
     assert "over PCIe at 22 GB/s" in _reason(plan, "links:")
     assert "tp traffic over PCIe" in _reason(plan, "tp ")
 
