@@ -184,7 +184,7 @@ def build_mesh(plan: Plan, device_type: str) -> Mesh:
 def add_expert_mesh(mesh: Mesh, plan: Plan) -> Mesh:
     """Return the mesh with axes for experts, which re-divide dp·sp; a collective call of all ranks.
 
-    The ranks of an ``ep`` group are neighbours. What FSDP2 shards of their experts comes after ep in the order of
+    The ranks of an ``ep`` group are neighbours. What is sharded of their experts comes after ep in the order of
     axes, so that a parameter's shards are contiguous chunks of contiguous chunks.
     """
     d = plan.degrees

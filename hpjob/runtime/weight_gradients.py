@@ -108,7 +108,7 @@ class PutOffProducts:
 
     Args:
         queue: Where they wait.
-        total: Returns what they are added to; asked in the backward pass, when FSDP2 has whole parameters in place.
+        total: Returns what they are added to; asked in the backward pass, when weights are whole.
     """
 
     def __init__(self, queue: WeightGradientQueue, total: Callable[[], ProductReceiver]) -> None:

@@ -35,7 +35,7 @@ def compile_stage(stage: DecoderStage, *, keeps_products: bool = False) -> None:
     """Compile the decoder layers, the last norm and the loss of a stage, in place and without graph breaks.
 
     Of a layer with experts the other modules are compiled, one graph each, attention only without tensor
-    parallelism: how many tokens an expert gets is different every time, and FSDP2's hooks on experts stay outside.
+    parallelism: how many tokens an expert gets is different every time, and hooks on experts stay outside.
 
     Args:
         stage: Its layers are in their places already.

@@ -31,7 +31,7 @@ class ShardedParameter:
 
     Attributes:
         name: Global name.
-        parameter: What is computed with: an fp32 master shard of FSDP2, or without FSDP2 the weight itself, whole.
+        parameter: What is computed with: the weight itself, or with ``cpu_offload`` an fp32 master shard of FSDP2.
         region: The part of the whole tensor that lies here.
         counted: Whether this rank's copy is the one that counts in sums over the whole mesh.
         partial_over_tp: Its gradient is this rank's share and needs a sum over the tensor-parallel group.

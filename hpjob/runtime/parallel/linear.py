@@ -1,6 +1,6 @@
 """Linear layers cut over the tensor-parallel group.
 
-A weight is a DTensor on the tensor-parallel mesh, which tells FSDP2 and checkpoints how it is cut;
+A weight is a DTensor on the tensor-parallel mesh, which tells checkpoints how it is cut, and FSDP2 with ``cpu_offload``;
 the arithmetic runs on its local tensor. The sum of input gradients belongs to the entry of the
 whole block (:meth:`hpjob.runtime.parallel.tensor_region.TensorRegion.enter`), so that q, k and v share one.
 """

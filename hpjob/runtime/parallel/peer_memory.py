@@ -7,6 +7,7 @@ that run beside it lose more than half of the time that it takes (``benchmarks/p
 from __future__ import annotations
 
 import logging
+import os
 import socket
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -87,11 +88,13 @@ def _torch() -> Any:
 def reaches_peers(group: dist.ProcessGroup, device: torch.device) -> bool:
     """Whether the ranks of a group can read each other's memory; a collective call of the group, equal on all ranks.
 
+    ``HPJOB_PEER_COPIES=0`` in the environment of all ranks says no.
+
     Args:
         group: More than one rank.
         device: This rank's.
     """
-    if device.type != "cuda" or "nccl" not in dist.get_backend(group):
+    if device.type != "cuda" or "nccl" not in dist.get_backend(group) or os.environ.get("HPJOB_PEER_COPIES") == "0":
         return False
     hosts: list[Any] = [None] * group.size()
     dist.all_gather_object(hosts, _host(), group=group)

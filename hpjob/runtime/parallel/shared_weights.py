@@ -86,6 +86,8 @@ class SharedWeights(Generic[W]):
         self._is_last = is_last
         self._reduces = reduces and (is_last or self._reduces_every)
         if self._reduces_every:
+            # The sums of the pass before may lie where the next ones will.
+            self._let_finish(0)
             for unit in self._units:
                 unit.is_reduced = False
 

@@ -99,7 +99,7 @@ class _LiveBytes(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.live -= self._known.pop(key)
 
     def _resizing(self, resize: Any) -> Any:
-        """FSDP2 frees and fills gathered weights by the size of their storage."""
+        """Weights that are whole only while they are used are freed and filled by the size of their storage."""
 
         def wrapper(storage: torch.UntypedStorage, size: int) -> Any:
             result = resize(storage, size)
