@@ -16,38 +16,22 @@ from hpjob.core.errors import UserInputError
 from hpjob.plan.model import Axis, Plan
 from hpjob.recipe.model import Recipe
 from hpjob.runtime.mesh import Mesh, add_expert_mesh
-from hpjob.runtime.model.attention import attention_kernel
-from hpjob.runtime.model.compiled import compile_stage, compiles_layers, wants_compile
-from hpjob.runtime.model.cuts import plan_cuts
-from hpjob.runtime.model.experts import place_experts
-from hpjob.runtime.model.families import family_of
-from hpjob.runtime.model.parameters import Fill, ShardedParameter, fill_from_seed, materialise
-from hpjob.runtime.model.stage import DecoderStage, stage_parts
+from hpjob.runtime.model.compiled import wants_compile
+from hpjob.runtime.model.parameters import Fill, ShardedParameter, fill_from_seed
+from hpjob.runtime.model.stage import DecoderStage
 from hpjob.runtime.optimizer.adamw import AdamW, copy_local
 from hpjob.runtime.optimizer.gradients import add_gradients, local_squared_norm, sum_gradients
 from hpjob.runtime.optimizer.loss_scale import LossScale
 from hpjob.runtime.optimizer.schedule import learning_rate
-from hpjob.runtime.parallel.data import (
-    COMPUTE_DTYPE,
-    GradientSync,
-    counting_group,
-    needs_fsdp,
-    shard_stage,
-    shares_weights,
-)
-from hpjob.runtime.parallel.fp8 import Fp8Product
-from hpjob.runtime.parallel.shared_weights import SharedWeights
-from hpjob.runtime.parallel.tensor_region import TensorRegion
+from hpjob.runtime.parallel.data import COMPUTE_DTYPE, counting_group
 from hpjob.runtime.parallel.vocabulary import IGNORED_LABEL
-from hpjob.runtime.parallel.weight_unit import Sharing
 from hpjob.runtime.pipeline.executor import Head, Microbatch, PipelineExecutor
 from hpjob.runtime.pipeline.schedule import Schedule, build_schedule
 from hpjob.runtime.pipeline.transport import Transport
 from hpjob.runtime.sequence.attention_interface import describe_attention
-from hpjob.runtime.sequence.exchange import sequence_exchange
 from hpjob.runtime.sequence.sequence_split import SequenceSplit, sequence_split
+from hpjob.runtime.stage_builder import StageBuilder
 from hpjob.runtime.support import refuse_unsupported
-from hpjob.runtime.weight_gradients import WeightGradientQueue
 
 log = logging.getLogger(__name__)
 
@@ -92,8 +76,6 @@ class StepResult:
 class Engine:
     """Model, optimizer and pipeline of this rank.
 
-    The order of building: cut into stages, cut over tp, recomputation, FSDP2 where ZeRO needs it, memory and weights.
-
     Args:
         plan: The layout.
         recipe: Model, optimizer, seed, number of steps.
@@ -113,19 +95,20 @@ class Engine:
         mesh = add_expert_mesh(mesh, plan) if recipe.model.num_experts else mesh
         self._plan, self._recipe, self._mesh, self._device = plan, recipe, mesh, device
         self._rank = mesh.coordinate(Axis.PP)
-        self._kernel = attention_kernel(plan, mesh)
         self._split = sequence_split(plan.seq_length, plan.sequence_parallelism_mode, mesh)
-        self._region = _tensor_region(plan, recipe, mesh, device)
         self._schedule = build_schedule(plan.pipeline, plan.degrees.pp)
-        self.parameters: list[ShardedParameter] = []
+        builder = StageBuilder(plan, recipe, mesh, device, self._schedule.defers_weights, self.fill_weights)
+        self._region = builder.region
+        built = {number: builder.build(number) for number in self._schedule.stages_of(self._rank)}
+        self.parameters: list[ShardedParameter] = [item for stage in built.values() for item in stage.parameters]
         """All parameters of this rank."""
-        stages = {number: self._build_stage(number) for number in self._schedule.stages_of(self._rank)}
-        self.stages: list[DecoderStage] = [stage for stage, _, _ in stages.values()]
+        self.stages: list[DecoderStage] = [stage.module for stage in built.values()]
         """This rank's stages, in model order."""
         self.attention = describe_attention(self.stages[0], COMPUTE_DTYPE[plan.precision], device)
         """Which attention runs, and why."""
         if mesh.rank == 0:
             log.info("attention is %s", self.attention)
+        stages = {number: (stage.module, stage.sync, stage.queue) for number, stage in built.items()}
         self._executor = self.executor_class(self._schedule, self._rank, stages, self._transport())
         self._tied_group = _tied_group(self._schedule, mesh) if recipe.model.tie_word_embeddings else None
         self._counting_group = counting_group(plan, mesh)
@@ -276,47 +259,6 @@ class Engine:
         """What gradients are multiplied with before :meth:`apply_gradients`; 1 unless the precision is fp16."""
         return 1.0 if self.loss_scale is None else self.loss_scale.value
 
-    def _build_stage(self, number: int) -> tuple[DecoderStage, GradientSync, WeightGradientQueue | None]:
-        plan, recipe, mesh, region = self._plan, self._recipe, self._mesh, self._region
-        part = stage_parts(plan.pipeline.layers_per_stage)[number]
-        family = family_of(recipe.model.model_type)
-        stage = DecoderStage(family, recipe.model, part, plan, region, self._kernel)
-        place_experts(stage.model.layers, family, mesh, region)  # type: ignore[arg-type]
-        cuts = plan_cuts(stage, mesh)
-        shard_stage(stage, plan, mesh)
-        dtype = torch.float32 if needs_fsdp(plan, mesh) else COMPUTE_DTYPE[plan.precision]
-        home = torch.device("cpu") if plan.cpu_offload else self._device
-        sharing = None
-        if shares_weights(plan, mesh):
-            sharing = Sharing(
-                zero_stage=plan.zero_stage,
-                num_microbatches=plan.pipeline.num_microbatches,
-                defers=self._schedule.defers_weights,
-            )
-        own = materialise(
-            *(stage, cuts, mesh, home),
-            seed=recipe.training.seed,
-            compute_dtype=dtype,
-            sharing=sharing,
-            fill=self.fill_weights,
-        )
-        queue = WeightGradientQueue() if self._schedule.defers_weights else None
-        shared = None if sharing is None else SharedWeights(stage, own, sharing, queue)
-        self.parameters += own if shared is None else shared.in_order
-        stage.make_rotary(self._device)
-        if recipe.parallel.use_fp8:
-            stage.multiply_in_fp8(Fp8Product(self._device))
-        several = plan.pipeline.num_microbatches > 1
-        if several or sharing is not None:
-            sums = {p.parameter: p.master for p in own if p.master is not None}
-            reduces_every = sharing is not None and sharing.reduces_every
-            stage.sum_weight_gradients(sums, over_microbatches=several and not reduces_every)
-        if queue is not None:
-            stage.defer_weight_gradients(queue)
-        if compiles_layers(plan, recipe, self._device):
-            compile_stage(stage, keeps_products=queue is not None)
-        return stage, GradientSync(stage, plan, own, shared), queue
-
     def _sum_tied_gradients(self) -> None:
         copies = [p for p in self.parameters if p.is_embedding]
         if self._tied_group is not None:
@@ -372,19 +314,6 @@ class Engine:
             tensors.append(split.pad(batch.document_ids.to(device, non_blocking=True), -1))
         for parts in zip(*(torch.split(tensor, size) for tensor in tensors), strict=True):
             yield Microbatch(*parts)
-
-
-def _tensor_region(plan: Plan, recipe: Recipe, mesh: Mesh, device: torch.device) -> TensorRegion:
-    mode = plan.sequence_parallelism_mode
-    splits = mode == "split_gather" and mesh.size(Axis.TP) > 1 and compiles_layers(plan, recipe, device)
-    return TensorRegion(
-        mesh=mesh.tp_mesh,
-        splits_sequence=mode in ("split_gather", "ring"),
-        batch=plan.pipeline.microbatch_size,
-        is_ring=mode == "ring",
-        gathers_first=recipe.parallel.use_fp8,
-        edges=sequence_exchange(mesh.group(Axis.TP), device) if splits else None,
-    )
 
 
 def _fill_up(batch: Batch, missing: int) -> Batch:

@@ -1,8 +1,8 @@
 """Linear layers cut over the tensor-parallel group.
 
-A weight is a DTensor on the tensor-parallel mesh, which tells checkpoints how it is cut, and FSDP2 with ``cpu_offload``;
-the arithmetic runs on its local tensor. The sum of input gradients belongs to the entry of the
-whole block (:meth:`hpjob.runtime.parallel.tensor_region.TensorRegion.enter`), so that q, k and v share one.
+A weight is a DTensor on the tensor-parallel mesh, which tells checkpoints, and with ``cpu_offload`` FSDP2, how it is
+cut; the arithmetic runs on its local tensor. The sum of input gradients belongs to the entry of the whole block
+(:meth:`hpjob.runtime.parallel.tensor_region.TensorRegion.enter`), so that q, k and v share one.
 """
 
 from __future__ import annotations
