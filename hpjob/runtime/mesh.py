@@ -106,7 +106,7 @@ class Mesh:
 
     @property
     def fsdp_mesh(self) -> DeviceMesh:
-        """The mesh that FSDP2 takes: ``shard``, or ``replicate, shard`` when parameters are copied."""
+        """The ranks that share parameters: ``shard``, or ``replicate, shard`` when parameters are copied."""
         if self.parameter_mesh["replicate"].size() > 1:
             return self.parameter_mesh["replicate", "shard"]
         return self.parameter_mesh["shard"]

@@ -82,7 +82,7 @@ class StageBuilder:
         own = materialise(
             *(stage, cuts, mesh, torch.device("cpu") if plan.cpu_offload else self._device),
             seed=recipe.training.seed,
-            compute_dtype=torch.float32 if needs_fsdp(plan, mesh) else COMPUTE_DTYPE[plan.precision],
+            compute_dtype=torch.float32 if needs_fsdp(plan) else COMPUTE_DTYPE[plan.precision],
             sharing=sharing,
             fill=self._fill,
         )

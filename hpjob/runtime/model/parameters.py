@@ -177,7 +177,7 @@ def materialise(
     """Give a sharded stage memory and its initial weights, one parameter at a time.
 
     Args:
-        stage: On the meta device, after FSDP2.
+        stage: On the meta device; after FSDP2 where that shards it.
         cuts: From :func:`hpjob.runtime.model.cuts.plan_cuts`.
         mesh: The mesh of the run.
         device: Where the shards live.

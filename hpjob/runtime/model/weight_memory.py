@@ -14,7 +14,7 @@ from hpjob.runtime.model.cuts import Cut
 from hpjob.runtime.model.stage import DecoderStage
 from hpjob.runtime.parallel.own_chunk import OwnChunk, sharing_ranks
 from hpjob.runtime.parallel.peer_arena import PeerArena, bytes_for
-from hpjob.runtime.parallel.peer_memory import allocator, reaches_peers
+from hpjob.runtime.parallel.peer_memory import all_agree, allocator, reaches_peers
 from hpjob.runtime.parallel.weight_unit import Sharing, resize
 
 _SUM = torch.float32
@@ -91,7 +91,13 @@ def _places_in_arena(
     if not even:
         return {}
     ranks = next(iter(chunks.values())).ranks
-    if ranks.shard.size() == 1 or not reaches_peers(ranks.shard, device):
+    if ranks.shard.size() == 1:
+        return {}
+    reaches = reaches_peers(ranks.shard, device)
+    if device.type == "cuda" and ranks.replicate.size() > 1:
+        # Ranks that sum the same chunks must sum them in the same calls.
+        reaches = all_agree(reaches, ranks.replicate, device)
+    if not reaches:
         return {}
     parts = ranks.shard.size() if sharing.frees else 1
     shapes = {name: (len(_local(p)) // parts, *_local(p).shape[1:]) for name, p in even.items()}

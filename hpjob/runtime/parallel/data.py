@@ -50,7 +50,7 @@ COMPUTE_DTYPE: dict[Precision, torch.dtype] = {
 
 
 def shard_dim(local_shape: torch.Size, *, tp_dim: int | None, tp_even: bool, parts: int) -> int:
-    """Return the dim that FSDP2 cuts: 0, or 1 where two uneven cuts of dim 0 could not be described.
+    """Return the dim that data parallelism cuts: 0, or 1 where two uneven cuts of dim 0 could not be described.
 
     Args:
         local_shape: Shape after the tensor-parallel cut.
@@ -66,10 +66,9 @@ def shard_stage(stage: DecoderStage, plan: Plan, mesh: Mesh) -> None:
     """Apply FSDP2 to a stage on the meta device: one unit a decoder layer, one for
     its experts, one for the rest.
 
-    Where every rank holds whole weights anyway, the stage stays as it is: FSDP2 would copy all weights and gradients
-    once more on their way.
+    That is so where the host keeps the shards; else the stage stays as it is.
     """
-    if not needs_fsdp(plan, mesh):
+    if not needs_fsdp(plan):
         return
     is_cuda = mesh.device_mesh.device_type == "cuda"
     offload = CPUOffloadPolicy(pin_memory=is_cuda) if plan.cpu_offload else OffloadPolicy()
@@ -99,14 +98,14 @@ def shard_stage(stage: DecoderStage, plan: Plan, mesh: Mesh) -> None:
         unit.set_force_sum_reduction_for_comms(True)
 
 
-def needs_fsdp(plan: Plan, mesh: Mesh) -> bool:
+def needs_fsdp(plan: Plan) -> bool:
     """Whether FSDP2 shards the parameters, because it moves them from the host's memory."""
     return plan.cpu_offload
 
 
 def shares_weights(plan: Plan, mesh: Mesh) -> bool:
     """Whether more than one rank, beside the tensor-parallel group, computes with these parameters, without FSDP2."""
-    return not needs_fsdp(plan, mesh) and mesh.fsdp_mesh.size() > 1
+    return not needs_fsdp(plan) and mesh.fsdp_mesh.size() > 1
 
 
 def counting_group(plan: Plan, mesh: Mesh) -> dist.ProcessGroup | None:
@@ -117,7 +116,7 @@ def counting_group(plan: Plan, mesh: Mesh) -> dist.ProcessGroup | None:
 
 
 def parameter_shard_dim(parameter: nn.Parameter, parts: int) -> int:
-    """Return the dim along which FSDP2 is to cut a parameter that is not sharded yet."""
+    """Return the dim along which data parallelism is to cut a parameter that is not sharded yet."""
     if not isinstance(parameter, DTensor):
         return 0
     tp_placement = parameter.placements[0]

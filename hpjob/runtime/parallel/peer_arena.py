@@ -109,7 +109,7 @@ class PeerArena:
         Args:
             wholes: In the arena.
             sums: What each chunk is added to; may be the chunk's place in the whole itself.
-            is_first: Where it is not, what is in ``sums`` does not count.
+            is_first: What is in ``sums`` does not count yet.
         """
         with self._side.following():
             self._memory.meet()

@@ -100,9 +100,17 @@ def reaches_peers(group: dist.ProcessGroup, device: torch.device) -> bool:
     dist.all_gather_object(hosts, _host(), group=group)
     if len(set(hosts)) > 1:
         return False
-    able = torch.tensor(_can_share(group, device), device=device, dtype=torch.int32)
-    dist.all_reduce(able, dist.ReduceOp.MIN, group=group)
-    return bool(able.item())
+    memory = _shared(group, device)
+    if not all_agree(memory is not None, group, device):
+        return False
+    return all_agree(memory is not None and _reads(memory, group, device), group, device)
+
+
+def all_agree(mine: bool, group: dist.ProcessGroup, device: torch.device) -> bool:
+    """Whether all ranks of a group say so; a collective call."""
+    answer = torch.tensor(mine, device=device, dtype=torch.int32)
+    dist.all_reduce(answer, dist.ReduceOp.MIN, group=group)
+    return bool(answer.item())
 
 
 def _host() -> str:
@@ -110,13 +118,20 @@ def _host() -> str:
     return f"{socket.gethostname()} {boot}"
 
 
-def _can_share(group: dist.ProcessGroup, device: torch.device) -> bool:
+def _shared(group: dist.ProcessGroup, device: torch.device) -> SymmetricMemory | None:
     try:
-        memory = SymmetricMemory(group, device, 4096)
-        memory.of((group.rank() + 1) % group.size(), (1,), torch.uint8).clone()
-        memory.meet()
-        torch.cuda.synchronize(device)
+        return SymmetricMemory(group, device, 4096)
     except (RuntimeError, ImportError, AttributeError, TypeError) as error:
+        log.info("ranks of this host have no memory in common: %s", str(error).partition("\n")[0])
+        return None
+
+
+def _reads(memory: SymmetricMemory, group: dist.ProcessGroup, device: torch.device) -> bool:
+    try:
+        memory.meet()
+        memory.of((group.rank() + 1) % group.size(), (1,), torch.uint8).clone()
+        torch.cuda.synchronize(device)
+    except RuntimeError as error:
         log.info("ranks of this host cannot read each other's memory: %s", str(error).partition("\n")[0])
         return False
     return True

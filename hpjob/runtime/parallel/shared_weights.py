@@ -99,11 +99,11 @@ class SharedWeights(Generic[W]):
 
     def finish_step(self) -> None:
         """Wait until all gradients of this step are reduced."""
+        self._let_finish(0)
         for unit in self._units:
-            unit.finish_reduction()
             unit.is_reduced, unit.in_backward = False, False
             unit.free()
-        self._reduces, self._reducing = False, None
+        self._reduces = False
 
     def _reduce(self, unit: WeightUnit) -> None:
         if unit.is_reduced:

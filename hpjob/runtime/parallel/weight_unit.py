@@ -120,7 +120,7 @@ class WeightUnit:
 
     def gather(self) -> None:
         """Begin to make weights whole that are not, or of which chunks have changed."""
-        if self._frees and self._is_whole:
+        if self._frees and self._is_whole and not self._has_news():
             return
         for ranks, members in self._by_ranks.items():
             news = [member for member in members if member.chunk.is_news or self._frees]
@@ -137,6 +137,9 @@ class WeightUnit:
         if not self._is_on_gpu:
             # Nothing hides it there, and gloo wants its groups to live until a collective is done.
             wait_for(self._gathers)
+
+    def _has_news(self) -> bool:
+        return any(member.chunk.is_news for members in self._by_ranks.values() for member in members)
 
     def make_whole(self) -> None:
         """Wait until all weights are whole."""
@@ -188,9 +191,12 @@ class WeightUnit:
             for member in members:
                 _leave(member, member.total())
         if ranks.replicate.size() > 1 and is_last:
+            # What was read lives until the current stream has waited, too.
+            held = list(works)
             with beside if works else nullcontext():
                 wait_for(works)
-                works.append(start_all_reduce([_reduced(member) for member in members], ranks.replicate))
+                last = start_all_reduce([_reduced(member) for member in members], ranks.replicate)
+            works.append(_Then(last, held.clear))
         self._reductions += works
 
 

@@ -129,7 +129,9 @@ class PipelineExecutor:
         return self._loss_sum
 
     def warm_up(self, microbatch: Microbatch, loss_scale: Tensor) -> None:
-        """Run every stage forward and backward once without messages; leaves gradients that mean nothing.
+        """Run every stage forward and backward without messages; leaves gradients that mean nothing.
+
+        Twice where a step has several microbatches: adding to a sum is code of its own.
 
         On a GPU the first use of a kernel loads code, which may wait until the GPU is idle. Within a step it need never
         be: a receive runs there until another rank sends, and that rank may be loading code as well.
@@ -142,6 +144,11 @@ class PipelineExecutor:
             self._warm_up(self._stages[number], microbatch, loss_scale)
 
     def _warm_up(self, state: _StageState, microbatch: Microbatch, loss_scale: Tensor) -> None:
+        for last in (False, True) if self._schedule.num_microbatches > 1 else (True,):
+            self._warm_up_pass(state, microbatch, loss_scale, last=last)
+        state.sync.end_step()
+
+    def _warm_up_pass(self, state: _StageState, microbatch: Microbatch, loss_scale: Tensor, *, last: bool) -> None:
         module, queue = state.module, state.queue
         received = None if module.part.is_first else self._transport.buffer().zero_().requires_grad_()
         inputs = microbatch.input_ids if received is None else received
@@ -150,14 +157,13 @@ class PipelineExecutor:
             output = module.loss_sum(output, microbatch.labels) * loss_scale
         if queue is not None:
             queue.open(microbatch=0)
-        state.sync.before_backward(last=queue is None, deferred=queue is not None)
+        state.sync.before_backward(last=last and queue is None, deferred=queue is not None)
         torch.autograd.backward(output, torch.zeros_like(output))
         state.sync.after_backward()
         if queue is not None:
-            state.sync.before_deferred(last=True)
+            state.sync.before_deferred(last=last)
             queue.run(microbatch=0)
-            state.sync.after_deferred(last=True)
-        state.sync.end_step()
+            state.sync.after_deferred(last=last)
 
     def _receiving_ahead(self, table: Sequence[Action]) -> Iterator[Action]:
         """Yield the actions of a table with receives posted for the one after."""

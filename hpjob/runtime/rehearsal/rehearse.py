@@ -123,8 +123,9 @@ class _Rehearsal:
 
 
 def _weights(engine: TimedEngine) -> list[Tensor]:
-    """Weights that are computed with and fp32 masters; without FSDP2's gathered copies."""
-    return [t for item in engine.parameters for t in (item.local, item.parameter.detach())]
+    """Weights that are computed with, or chunks of them, and fp32 masters."""
+    found = [t for item in engine.parameters for t in (item.local, item.parameter.detach(), item.compute_weight)]
+    return [tensor for tensor in found if tensor is not None]
 
 
 def _shortened(plan: Plan) -> Plan:

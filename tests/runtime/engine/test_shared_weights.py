@@ -253,6 +253,31 @@ def test_layers_are_whole_only_while_they_are_used(recompute: str) -> None:
     assert most_whole(parse_case(text.replace("stage=3", "stage=2"), world=None, steps=4)) == (5, 5, 1)
 
 
+def losses_around_a_change(case: Case) -> tuple[float, float, float]:
+    """Losses of an evaluation, of another after all weights were halved, and of a step after that."""
+    mesh = build_mesh(case.plan, "cpu")
+    engine = Engine(case.plan, case.recipe, mesh, torch.device("cpu"))
+    batch = rank_batch(global_batch(case.recipe, 1), mesh.dp_rank, mesh.dp_size)
+    before, _ = engine.evaluate(batch)
+    with torch.no_grad():
+        for item in engine.parameters:
+            item.local.mul_(0.5)
+            item.publish()
+    after, _ = engine.evaluate(batch)
+    return before, after, engine.train_step(batch, 1).loss
+
+
+@pytest.mark.parametrize("more", ["", "tie_word_embeddings=true"])
+def test_weights_that_were_whole_follow_a_change(pool: ProcessPool, more: str) -> None:
+    text = f"{SMALL} vocab_size=96 dp_size=2 num_microbatches=2 precision=fp32 {more}"
+    whole, freed = (
+        pool.run(losses_around_a_change, parse_case(f"{text} zero_stage={stage}", world=None, steps=4), world=2)[0]
+        for stage in (1, 3)
+    )
+    assert freed == pytest.approx(whole, rel=1e-6)
+    assert abs(whole[0] - whole[1]) > 1e-4
+
+
 class Weight:
     """A weight without an engine."""
 
