@@ -74,8 +74,8 @@ def test_speed_memory_and_errors_of_predictions_are_written_down() -> None:
 def test_one_that_fails_does_not_stop_the_others() -> None:
     record = found(PretendedPool("pp_style=zbv"), "--gpus", "4", "--cases", "Llama-2-7B, 4,096")
     failed = [row for row in record["models"] if "failed" in row]
-    # A runner-up may have the same schedule.
-    assert failed == [row for row in record["models"] if "zbv" in row["plan"]]
+    # A runner-up may have the same schedule, or be a layout that is there already.
+    assert failed == [row for row in record["models"] if "zbv" in row.get("plan", "")]
     assert "pp 4 zbv" in [row["layout"] for row in failed] and all("out of memory" in row["failed"] for row in failed)
     assert record["models"].index(failed[0]) < len(record["models"]) - 1
     assert [row for row in record["models"] if "median_step_s" in row]
