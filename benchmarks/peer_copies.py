@@ -13,6 +13,7 @@ import argparse
 import json
 import sys
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -26,12 +27,15 @@ def main() -> int:
     """Measure and write."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--gpus", type=int, default=2, help="GPUs of this host (default: %(default)s)")
+    parser.add_argument(
+        "--max-ctas", type=int, nargs="*", default=[8, 4], help="all-gathers over that many channels, too"
+    )
     parser.add_argument("--out", type=Path, help="JSON file")
     options = parser.parse_args()
     from hpjob.runtime.process_pool import ProcessPool
 
     with ProcessPool(options.gpus, backend="nccl", timeout_s=120) as pool:
-        rows = pool.run(measure, world=options.gpus)[0]
+        rows = pool.run(measure, options.max_ctas, world=options.gpus)[0]
     for row in rows:
         print(json.dumps(row))
     if options.out:
@@ -39,8 +43,8 @@ def main() -> int:
     return 0
 
 
-def measure() -> list[dict[str, Any]]:
-    """Return what this rank of the default group finds."""
+def measure(max_ctas: list[int]) -> list[dict[str, Any]]:
+    """Return what this rank of the default group finds; ``max_ctas`` as of the options."""
     import torch
     import torch.distributed as dist
 
@@ -60,6 +64,11 @@ def measure() -> list[dict[str, Any]]:
         "all-gather, bf16": lambda: _gather(whole, rank, size, group),
         "reduce-scatter, fp32": lambda: _reduce(sums, rank, size, group),
     }
+    for channels in max_ctas:
+        settings = dist.ProcessGroupNCCL.Options()
+        settings.config.max_ctas = channels
+        narrow = dist.new_group(list(range(size)), backend="nccl", pg_options=settings)
+        wait[f"all-gather, bf16, max_ctas {channels}"] = partial(_gather, whole, rank, size, narrow)
     if reaches_peers(group, device):
         side, memory = SideStream(device), allocator(group, device)(128 * MIB)
         theirs = memory.of((rank + 1) % size, (64 * MIB,), torch.bfloat16)

@@ -12,6 +12,7 @@ from torch.distributed.tensor import DTensor
 from hpjob.runtime.mesh import Mesh
 from hpjob.runtime.model.cuts import Cut
 from hpjob.runtime.model.stage import DecoderStage
+from hpjob.runtime.parallel.linear import local_tensor
 from hpjob.runtime.parallel.own_chunk import OwnChunk, sharing_ranks
 from hpjob.runtime.parallel.peer_arena import PeerArena, bytes_for
 from hpjob.runtime.parallel.peer_memory import all_agree, allocator, reaches_peers
@@ -34,7 +35,7 @@ def allocate(stage: DecoderStage, device: torch.device, sharing: Sharing | None)
         module.to_empty(device=device, recurse=False)
         if sharing is not None and sharing.frees:
             for parameter in module.parameters(recurse=False):
-                resize(_local(parameter.detach()), is_whole=False)
+                resize(local_tensor(parameter.detach()), is_whole=False)
 
 
 def share_weights(
@@ -55,7 +56,7 @@ def share_weights(
     for is_expert, ranks in sharing_ranks(mesh).items():
         weights = {name: p for name, p in stage.named_parameters() if cuts[name].is_expert is is_expert}
         chunks = {
-            name: OwnChunk.of_shape(_local(parameter).shape, cuts[name].shard_dim, ranks)
+            name: OwnChunk.of_shape(local_tensor(parameter).shape, cuts[name].shard_dim, ranks)
             for name, parameter in weights.items()
         }
         even = {name: parameter for name, parameter in weights.items() if chunks[name].is_even}
@@ -67,7 +68,7 @@ def share_weights(
 
 
 def _keeping(chunk: OwnChunk, parameter: nn.Parameter) -> OwnChunk:
-    shape = list(_local(parameter).shape)
+    shape = list(local_tensor(parameter).shape)
     shape[chunk.dim] = chunk.length
     return replace(chunk, kept=torch.empty(shape, dtype=parameter.dtype, device=parameter.device))
 
@@ -100,9 +101,9 @@ def _places_in_arena(
     if not reaches:
         return {}
     parts = ranks.shard.size() if sharing.frees else 1
-    shapes = {name: (len(_local(p)) // parts, *_local(p).shape[1:]) for name, p in even.items()}
+    shapes = {name: (len(local_tensor(p)) // parts, *local_tensor(p).shape[1:]) for name, p in even.items()}
     sums = _sum_names(stage, even, sharing)
-    of_sums = {sums[name]: _local(even[name]).shape for name in sums}
+    of_sums = {sums[name]: local_tensor(even[name]).shape for name in sums}
     size = bytes_for([(shapes[name], p.dtype) for name, p in even.items()])
     size += bytes_for([(shape, _SUM) for shape in of_sums.values()])
     arena = PeerArena(ranks.shard, size, allocator(ranks.shard, device), device)
@@ -133,12 +134,12 @@ def _sum_names(stage: DecoderStage, even: Mapping[str, nn.Parameter], sharing: S
         return {}
     names = {id(parameter): name for name, parameter in even.items()}
     turns = {
-        names[id(parameter)]: f"{number % 2} {inside} {tuple(_local(parameter).shape)}"
+        names[id(parameter)]: f"{number % 2} {inside} {tuple(local_tensor(parameter).shape)}"
         for number, layer in enumerate(stage.decoder_layers)
         for inside, parameter in layer.named_parameters()
         if id(parameter) in names
     }
-    ends = {name: f"end {tuple(_local(p).shape)}" for name, p in even.items() if name not in turns}
+    ends = {name: f"end {tuple(local_tensor(p).shape)}" for name, p in even.items() if name not in turns}
     return ends | turns
 
 
@@ -147,7 +148,3 @@ def _move(parameter: nn.Parameter, memory: Tensor) -> None:
         parameter._local_tensor = memory
     else:
         parameter.data = memory
-
-
-def _local(parameter: nn.Parameter | Tensor) -> Tensor:
-    return parameter.to_local() if isinstance(parameter, DTensor) else parameter

@@ -29,7 +29,6 @@ from torch.distributed.fsdp import (
     CPUOffloadPolicy,
     FSDPModule,
     MixedPrecisionPolicy,
-    OffloadPolicy,
     fully_shard,
 )
 from torch.distributed.tensor import DTensor, Shard
@@ -71,7 +70,6 @@ def shard_stage(stage: DecoderStage, plan: Plan, mesh: Mesh) -> None:
     if not needs_fsdp(plan):
         return
     is_cuda = mesh.device_mesh.device_type == "cuda"
-    offload = CPUOffloadPolicy(pin_memory=is_cuda) if plan.cpu_offload else OffloadPolicy()
     policy = MixedPrecisionPolicy(
         param_dtype=COMPUTE_DTYPE[plan.precision], reduce_dtype=torch.float32, cast_forward_inputs=False
     )
@@ -89,7 +87,7 @@ def shard_stage(stage: DecoderStage, plan: Plan, mesh: Mesh) -> None:
             mesh=unit_mesh,
             reshard_after_forward=plan.zero_stage == 3,
             mp_policy=policy,
-            offload_policy=offload,
+            offload_policy=CPUOffloadPolicy(pin_memory=is_cuda),
             shard_placement_fn=placement,
         )
     for unit in fsdp_units(stage):

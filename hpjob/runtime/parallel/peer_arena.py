@@ -162,5 +162,5 @@ def _compiled_sum() -> Callable[[Tensor, Tensor, Tensor], None]:
 
 
 def _chunk(whole: Tensor, index: int, parts: int) -> Tensor:
-    rows = whole.shape[0] // parts
-    return whole.narrow(0, index * rows, rows)
+    length = whole.shape[0] // parts
+    return whole.narrow(0, index * length, length)
