@@ -193,6 +193,12 @@ def _options(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--tokens-per-gpu", type=int, default=32768, help="tokens of a step (default: %(default)s)")
     parser.add_argument("--microbatch-tokens", type=int, default=16384, help="of a GPU (default: %(default)s)")
     parser.add_argument("--steps", type=int, default=4, help="timed steps, medians (default: %(default)s)")
+    parser.add_argument(
+        "--warm-up",
+        type=int,
+        default=8,
+        help="steps before them: a GPU that was idle while kernels were compiled is faster at first (default: %(default)s)",
+    )
     parser.add_argument("--parity-steps", type=int, default=10, help="steps of a parity case (default: %(default)s)")
     parser.add_argument("--profile", action="store_true", help="add the kernels of a step to every speed")
     parser.add_argument(

@@ -102,7 +102,7 @@ def _measured(pool: ProcessPool, name: str, case: Case, options: argparse.Namesp
     plan = case.plan
     record: dict[str, Any] = {"layout": name, "seq": plan.seq_length, "plan": plan.summary, "recompute": plan.recompute}
     try:
-        ranks = pool.run(measure_layout, case, 2, options.steps, options.profile, world=case.world)
+        ranks = pool.run(measure_layout, case, options.warm_up, options.steps, options.profile, world=case.world)
     except (WorkerError, HpjobError) as error:
         return record | {"failed": str(error)[-1500:]}
     record |= figures(ranks, case)
@@ -118,7 +118,8 @@ def _measured_peer(pool: ProcessPool, name: str, seq: int, options: argparse.Nam
     if case.plan.pipeline.num_microbatches > 1:
         return record | {"refused": ["it runs all tokens at once: give --microbatch-tokens as many as a step has"]}
     try:
-        return record | figures(pool.run(measure_peer, case, name, 2, options.steps, world=case.world), case)
+        ranks = pool.run(measure_peer, case, name, options.warm_up, options.steps, world=case.world)
+        return record | figures(ranks, case)
     except (WorkerError, HpjobError) as error:
         return record | {"failed": str(error)[-1500:]}
 

@@ -20,7 +20,7 @@ from hpjob.runtime.model.compiled import wants_compile
 from hpjob.runtime.model.parameters import Fill, ShardedParameter, fill_from_seed
 from hpjob.runtime.model.stage import DecoderStage
 from hpjob.runtime.optimizer.adamw import AdamW, copy_local
-from hpjob.runtime.optimizer.gradients import add_gradients, local_squared_norm, sum_gradients
+from hpjob.runtime.optimizer.gradients import add_gradients, copy_gradients, local_squared_norm, sum_gradients
 from hpjob.runtime.optimizer.loss_scale import LossScale
 from hpjob.runtime.optimizer.schedule import learning_rate
 from hpjob.runtime.parallel.data import COMPUTE_DTYPE, counting_group
@@ -150,6 +150,8 @@ class Engine:
         loss = self._executor.run(microbatches, self.gradient_scale / self._divisor(num_tokens, head), head)
         partial = [p for p in self.parameters if p.partial_over_tp]
         sum_gradients(partial, self._mesh.group(Axis.TP), self._device)
+        copied = [p for p in self.parameters if p.copied_over_tp]
+        copy_gradients(copied, self._mesh.group(Axis.TP), self._device)
         if self._recipe.model.tie_word_embeddings:
             self._sum_tied_gradients()
         return self._counted_part(loss, self.gradient_scale), num_tokens

@@ -11,11 +11,16 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch._dynamo import config
 
 from hpjob.plan.model import Plan
 from hpjob.recipe.model import Recipe
 from hpjob.runtime.model.stage import DecoderStage
 from hpjob.runtime.moe.expert_parallel import ExpertParallelExperts
+
+
+_VARIANTS = 64
+"""Of one function that a process may compile: one an engine and size. Beyond the compiler's own 8 it would raise."""
 
 
 def wants_compile(recipe: Recipe, device: torch.device) -> bool:
@@ -41,6 +46,7 @@ def compile_stage(stage: DecoderStage, *, keeps_products: bool = False) -> None:
         stage: Its layers are in their places already.
         keeps_products: Gradients and inputs of linear layers are kept beyond the backward pass that made them.
     """
+    config.recompile_limit = max(config.recompile_limit, _VARIANTS)
     # The compiler does not know that they are kept, so it must not write anything else where they lie.
     options = {"allow_buffer_reuse": False, "inplace_buffers": False} if keeps_products else None
     for layer in stage.decoder_layers:

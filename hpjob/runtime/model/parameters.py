@@ -35,6 +35,7 @@ class ShardedParameter:
         region: The part of the whole tensor that lies here.
         counted: Whether this rank's copy is the one that counts in sums over the whole mesh.
         partial_over_tp: Its gradient is this rank's share and needs a sum over the tensor-parallel group.
+        copied_over_tp: Each rank of that group has the same gradient but for rounding.
         tied_copy: A head on the last stage that is one with the embedding on the first.
         master: fp32 value of a ``parameter`` that is only computed with, or a view of one in fp32; None = ``parameter``
             is the value.
@@ -47,6 +48,7 @@ class ShardedParameter:
     region: Region
     counted: bool
     partial_over_tp: bool
+    copied_over_tp: bool
     tied_copy: bool
     master: MasterWeight | None = None
     described: tuple[DeviceMesh, tuple[Placement, ...]] | None = None
@@ -203,6 +205,7 @@ def materialise(
                 region=cut.region,
                 counted=first_copy and (cut.over_tp or mesh.coordinate(Axis.TP) == 0) and not tied_copy,
                 partial_over_tp=cut.partial_over_tp,
+                copied_over_tp=mesh.size(Axis.TP) > 1 and not (cut.over_tp or cut.partial_over_tp),
                 tied_copy=tied_copy,
                 master=_master(parameter, place, needs_single=cut.partial_over_tp or global_name == EMBEDDING),
                 described=_described(parameter, cut, mesh, is_shared=sharing is not None),

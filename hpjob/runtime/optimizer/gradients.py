@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 import torch.distributed as dist
@@ -19,11 +19,33 @@ def sum_gradients(items: Sequence[ShardedParameter], group: dist.ProcessGroup, d
         group: To sum over.
         device: That the group communicates from.
     """
+    _exchange(items, group, device, lambda flat: dist.all_reduce(flat, group=group))
+
+
+def copy_gradients(items: Sequence[ShardedParameter], group: dist.ProcessGroup, device: torch.device) -> None:
+    """Give all ranks of a group the gradients of its first one, in one collective, in place.
+
+    Kernels that are tuned on each rank by itself may round differently, and copies of a weight would part.
+
+    Args:
+        items: As of :func:`sum_gradients`.
+        group: Whose ranks have copies of them.
+        device: That the group communicates from.
+    """
+    _exchange(items, group, device, lambda flat: dist.broadcast(flat, group=group, group_src=0))
+
+
+def _exchange(
+    items: Sequence[ShardedParameter],
+    group: dist.ProcessGroup,
+    device: torch.device,
+    collective: Callable[[Tensor], object],
+) -> None:
     gradients = [gradient for item in items if (gradient := item.local_gradient) is not None]
     if not gradients or group.size() == 1:
         return
     flat = torch.cat([gradient.flatten() for gradient in gradients]).float().to(device)
-    dist.all_reduce(flat, group=group)
+    collective(flat)
     for gradient, part in zip(gradients, torch.split(flat, [g.numel() for g in gradients]), strict=True):
         gradient.copy_(part.view_as(gradient))
 

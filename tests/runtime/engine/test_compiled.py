@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -27,7 +28,7 @@ MOE = "num_experts=4 num_experts_per_tok=2 moe_intermediate_size=16"
 
 
 @pytest.fixture(autouse=True)
-def traced_only(monkeypatch: pytest.MonkeyPatch) -> None:
+def traced_only(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Graphs run as they were traced, without a compiler of kernels."""
     compile_function = torch.compile
 
@@ -36,6 +37,9 @@ def traced_only(monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr(torch, "compile", traced)
     torch._dynamo.reset()
+    # Engines raise this limit of one function, so that there may be many in one process.
+    with torch._dynamo.config.patch(recompile_limit=1):
+        yield
 
 
 def case_of(text: str, *, compiled: bool) -> Case:
