@@ -197,7 +197,7 @@ def _options(arguments: Sequence[str] | None) -> argparse.Namespace:
         "--warm-up",
         type=int,
         default=8,
-        help="steps before them: a GPU that was idle while kernels were compiled is faster at first (default: %(default)s)",
+        help="steps before them; GPUs that have just been idle are faster (default: %(default)s)",
     )
     parser.add_argument("--parity-steps", type=int, default=10, help="steps of a parity case (default: %(default)s)")
     parser.add_argument("--profile", action="store_true", help="add the kernels of a step to every speed")

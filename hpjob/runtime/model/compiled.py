@@ -18,7 +18,6 @@ from hpjob.recipe.model import Recipe
 from hpjob.runtime.model.stage import DecoderStage
 from hpjob.runtime.moe.expert_parallel import ExpertParallelExperts
 
-
 _VARIANTS = 64
 """Of one function that a process may compile: one an engine and size. Beyond the compiler's own 8 it would raise."""
 
