@@ -8,7 +8,7 @@ With ZeRO 0 the chunk is all of it.
 - The update writes the rounded chunk. With ZeRO 0 to 2 it lies in the weight: when a layer is updated, all ranks begin
   to gather the layer in place, and the next forward pass waits before each layer for that layer's. With ZeRO 3 a layer
   gets memory and is gathered while the one before it is computed, forward and backward, and its memory is given back
-  after it.
+  after it, unless it is the next one as well: where passes of a whole model turn round.
 """
 
 from __future__ import annotations
@@ -68,8 +68,15 @@ class SharedWeights(Generic[W]):
             self._units.append(WeightUnit(owned, sharing))
             modules[0].register_forward_pre_hook(self._before_forward(len(self._units) - 1), prepend=True)
         self._first_layer = 1 if stage.part.is_first else 0
+        self._last_layer = self._first_layer + len(stage.decoder_layers) - 1
+        # Passes of one part of a pipeline do not follow one another, and memory counts while it waits.
+        self._turns_round = sharing.frees and stage.part.is_first and stage.part.is_last
         if left:
             raise ValueError(f"{len(left)} weights are in no layer")
+        if self._turns_round:
+            # What a step begins with has nothing before it to hide behind, but the update of all the others.
+            for unit in self._units[: self._first_layer + 1]:
+                unit.gather_when_updated()
         if sharing.frees:
             for number, layer in enumerate(stage.decoder_layers, self._first_layer):
                 layer.register_forward_hook(self._after_forward(number))
@@ -131,7 +138,8 @@ class SharedWeights(Generic[W]):
             else:
                 self._queue.put_off(reduce)
             unit.in_backward = False
-            unit.free()
+            if not (self._goes_on and number == self._first_layer):
+                unit.free()
 
         def hook(_: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
             unit.make_whole()
@@ -153,14 +161,22 @@ class SharedWeights(Generic[W]):
             # The backward pass of the embedding does not read it.
             if number > self._first_layer:
                 self._expect(number - 1)
+            elif self._goes_on:
+                self._expect(0)
 
         def hook(_: nn.Module, __: tuple[Any, ...], output: Any) -> Any:
+            is_next = self._turns_round and number == self._last_layer and torch.is_grad_enabled()
             # One that runs again is still needed there.
-            if not unit.in_backward:
+            if not unit.in_backward and not is_next:
                 unit.free()
             return _with_call(output, needed)
 
         return hook
+
+    @property
+    def _goes_on(self) -> bool:
+        """Whether another forward pass of this step follows the present backward pass."""
+        return self._turns_round and not self._is_last
 
     def _expect(self, number: int) -> None:
         """Begin to gather a unit that is used next."""

@@ -110,13 +110,19 @@ class WeightUnit:
                 member = _Member(item, item.chunk, item.master, item.whole.data)
                 self._by_ranks.setdefault(item.chunk.ranks, []).append(member)
         self._is_on_gpu = bool(items) and items[0].whole.is_cuda
-        if items and items[-1].chunk is not None and not self._frees:
-            items[-1].chunk.begin_exchange = self.gather
+        self._items = items
+        if not self._frees:
+            self.gather_when_updated()
         self._is_whole = not self._frees
         self.in_backward = False
         """The backward pass needs the weights, so they are not freed."""
         self.is_reduced = False
         """The sums of this microbatch, or of this step, are reduced or on the way."""
+
+    def gather_when_updated(self) -> None:
+        """Begin to make the weights whole as soon as the last of them was updated."""
+        if self._items and (chunk := self._items[-1].chunk) is not None:
+            chunk.begin_exchange = self.gather
 
     def gather(self) -> None:
         """Begin to make weights whole that are not, or of which chunks have changed."""
