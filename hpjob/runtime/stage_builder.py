@@ -66,7 +66,7 @@ class StageBuilder:
     ) -> None:
         self._plan, self._recipe, self._mesh, self._device = plan, recipe, mesh, device
         self._defers, self._fill = defers_weights, fill
-        self._kernel = attention_kernel(plan, mesh)
+        self._kernel = attention_kernel(plan, mesh, device)
         self.region = _tensor_region(plan, recipe, mesh, device)
 
     def build(self, number: int) -> BuiltStage:

@@ -16,6 +16,7 @@ from hpjob.runtime.sequence.attention_interface import (
     RingAttentionKernel,
     UlyssesAttentionKernel,
 )
+from hpjob.runtime.sequence.peer_post import peer_posts
 from hpjob.runtime.sequence.ring import Ring
 
 
@@ -50,21 +51,22 @@ class RecomputedAttention:
         return f"{self._kernel.describe(q, k, needs_bias=needs_bias)}, recomputed"
 
 
-def _ring(plan: Plan, mesh: Mesh) -> Ring:
+def _ring(plan: Plan, mesh: Mesh, device: torch.device) -> Ring:
     """One ring, or where it spans nodes, rings inside them and one around them."""
     group, size = mesh.group(Axis.SP), mesh.size(Axis.SP)
     inside, rest = divmod(plan.gpus_per_node, plan.degrees.tp)
     if rest or not 1 < inside < size or size % inside:
-        return Ring(group=group)
+        visitor_post, sum_post = peer_posts(group, device, 2) or (None, None)
+        return Ring(group=group, visitor_post=visitor_post, sum_post=sum_post)
     (outer_group,) = mesh.message_groups(Axis.SP, 1)
     return Ring(group=group, inner_size=inside, outer_group=outer_group)
 
 
-def attention_kernel(plan: Plan, mesh: Mesh) -> AttentionKernel:
+def attention_kernel(plan: Plan, mesh: Mesh, device: torch.device) -> AttentionKernel:
     """Return the kernel of a plan's sequence parallelism mode; a collective call, one object serves all layers."""
     kernel: AttentionKernel = LocalAttentionKernel()
     if plan.sequence_parallelism_mode == "ring_attn":
-        kernel = RingAttentionKernel(_ring(plan, mesh))
+        kernel = RingAttentionKernel(_ring(plan, mesh, device))
     elif plan.sequence_parallelism_mode == "all_to_all":
         kernel = UlyssesAttentionKernel(mesh.group(Axis.SP))
     return RecomputedAttention(kernel) if plan.recompute == "selective" else kernel

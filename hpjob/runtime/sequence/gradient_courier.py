@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 
 import torch
 from torch import Tensor
 
-from hpjob.runtime.sequence.ring import Form, Message, Ring
+from hpjob.runtime.sequence.messages import Form, Message
+from hpjob.runtime.sequence.ring import Ring
 from hpjob.runtime.sequence.row_sums import RowSum, sum_dtype
 from hpjob.runtime.sequence.zigzag import zigzag_block
 
@@ -51,7 +53,7 @@ class GradientCourier:
             sender = ring.previous_inner
             source = ring.source(outer_step, inner_step, sender)
             arriving = self._forms(_passed_inside(ring, sender, source, outer_step, inner_step), source)
-            self._inner = _Hop(ring, sums, arriving, is_inner=True)
+            self._inner = _Hop(ring, sums, arriving, partial(ring.send_inner, post=ring.sum_post, room=self._room()))
         if inner_step + 1 == ring.width:
             self._end_round(sums, outer_step)
 
@@ -79,12 +81,12 @@ class GradientCourier:
         sender = ring.previous_outer
         source = ring.source(outer_step, 0, sender)
         arriving = self._forms(_passed_outside(ring, sender, outer_step), source)
-        self._outer = _Hop(ring, sums, arriving, is_inner=False)
+        self._outer = _Hop(ring, sums, arriving, ring.send_outer)
 
     def collect(self) -> tuple[list[Tensor | None], list[Tensor | None]]:
         """What the other ranks added to this rank's own tensors, after the last step: early and late half.
 
-        The tensors are buffers of the ring, to be given back.
+        The tensors are buffers of the ring, to be given back, or lie in a post, to be read before anything is sent.
         """
         self.advance()
         sums = self._sums(*[None] * 2 * self._num_tensors)
@@ -102,16 +104,23 @@ class GradientCourier:
         late = sum(zigzag_block(rank, source, 2).keys.stop == 2 for rank in passed)
         return [_form(part, contributions) for contributions in (len(passed), late) for part in self._parts]
 
+    def _room(self) -> list[Form]:
+        """What no rank's message exceeds: both halves, in the dtype that they have at the end of their way."""
+        dtype = _travelling_dtype(self._parts[0], self._ring.size - 1)
+        forms: list[Form] = [(part.shape, dtype) for part in self._parts]
+        return forms * 2
+
 
 class _Hop:
     """Sums on their way to the next rank, while those of the previous rank arrive in the given forms."""
 
-    def __init__(self, ring: Ring, sums: Sequence[RowSum], arriving: Sequence[Form | None], *, is_inner: bool) -> None:
+    def __init__(
+        self, ring: Ring, sums: Sequence[RowSum], arriving: Sequence[Form | None], send: Callable[..., Message]
+    ) -> None:
         self._buffers = ring.buffers
         self._arriving = arriving
         self._sent = [total.value for total in sums if total.value is not None]
-        send = ring.send_inner if is_inner else ring.send_outer
-        self._message: Message = send(*self._sent, arriving=[form for form in arriving if form is not None])
+        self._message = send(*self._sent, arriving=[form for form in arriving if form is not None])
 
     def arrive(self, sums: Sequence[RowSum]) -> None:
         """Wait for the message and add what arrived."""
@@ -123,10 +132,11 @@ class _Hop:
 
 
 def _form(part: Tensor, contributions: int) -> Form | None:
-    if not contributions:
-        return None
-    dtype: torch.dtype = part.dtype if contributions == 1 else sum_dtype(part)
-    return part.shape, dtype
+    return (part.shape, _travelling_dtype(part, contributions)) if contributions else None
+
+
+def _travelling_dtype(part: Tensor, contributions: int) -> torch.dtype:
+    return part.dtype if contributions == 1 else sum_dtype(part)
 
 
 def _passed_inside(ring: Ring, sender: int, source: int, outer_step: int, inner_step: int) -> list[int]:

@@ -14,7 +14,8 @@ import torch.distributed as dist
 
 from hpjob.runtime.sequence.block_attention import BlockSettings, CpuFlashBackend, Gradients
 from hpjob.runtime.sequence.message_buffers import MessageBuffers
-from hpjob.runtime.sequence.ring import Message, Ring
+from hpjob.runtime.sequence.messages import GroupMessage
+from hpjob.runtime.sequence.ring import Ring
 from hpjob.runtime.sequence.ring_attention import ring_attention
 from hpjob.runtime.sequence.sequence_mask import SequenceMask
 from tests.runtime.gloo_pool import GlooPool
@@ -159,7 +160,7 @@ CASES = [
 def errors_with_poison(group: dist.ProcessGroup, case: Case, is_early: bool) -> list[float]:
     """The ring, but a buffer that was given back holds no numbers any more; ``is_early``: as soon as it arrived."""
     original = MessageBuffers.give_back
-    wait = Message.wait
+    wait = GroupMessage.wait
 
     def poisoning(self: MessageBuffers, *tensors: torch.Tensor) -> None:
         for tensor in tensors:
@@ -167,7 +168,7 @@ def errors_with_poison(group: dist.ProcessGroup, case: Case, is_early: bool) -> 
                 tensor.fill_(float("nan"))
         original(self, *tensors)
 
-    def giving_back(self: Message) -> tuple[torch.Tensor, ...]:
+    def giving_back(self: GroupMessage) -> tuple[torch.Tensor, ...]:
         received = wait(self)
         for tensor in received:
             tensor.fill_(float("nan"))
@@ -176,7 +177,7 @@ def errors_with_poison(group: dist.ProcessGroup, case: Case, is_early: bool) -> 
     log: list[Any] = []
     with (
         mock.patch.object(MessageBuffers, "give_back", poisoning),
-        mock.patch.object(Message, "wait", giving_back if is_early else wait),
+        mock.patch.object(GroupMessage, "wait", giving_back if is_early else wait),
         noted_messages(log),
     ):
         return errors_of_ring(group, case)
