@@ -64,8 +64,7 @@ class PeerPost:
         Raises:
             ValueError: More is sent than there is room for.
         """
-        # Rows that lie apart would be copied by a kernel.
-        sent = [tensor.contiguous() for tensor in tensors]
+        sent = [tensor if _lies_in_pieces(tensor) else tensor.contiguous() for tensor in tensors]
         if max(bytes_for(forms_of(sent)), bytes_for(arriving)) > bytes_for(room):
             raise ValueError("a message is larger than the room that all ranks keep for it")
         memory, begin = self._next_slot(bytes_for(room))
@@ -73,7 +72,7 @@ class PeerPost:
         with self._side.following():
             memory.meet()
             for place, tensor in zip(places, sent, strict=True):
-                place.copy_(tensor)
+                _copy(place, tensor)
             memory.meet()
             arrival = self._side.mark()
         return PeerMessage(sent, _views(memory, self._rank, arriving, begin), self._side, arrival)
@@ -114,6 +113,20 @@ class PeerMessage:
         self._side.join(self._arrival)
         self._sent = []
         return self._received
+
+
+def _lies_in_pieces(tensor: Tensor) -> bool:
+    """Whether each sequence of a batch is contiguous, as part of the rows is."""
+    return tensor[:1].is_contiguous()
+
+
+def _copy(place: Tensor, tensor: Tensor) -> None:
+    """Copy piece by piece what does not lie together, for a copy with gaps is a kernel."""
+    if tensor.is_contiguous():
+        place.copy_(tensor)
+        return
+    for to, piece in zip(place, tensor, strict=True):
+        to.copy_(piece)
 
 
 def _views(memory: PeerMemory, rank: int, forms: Sequence[Form], begin: int) -> tuple[Tensor, ...]:

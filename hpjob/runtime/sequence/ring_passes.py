@@ -17,7 +17,7 @@ from hpjob.runtime.sequence.block_attention import AttentionBackend, BlockSettin
 from hpjob.runtime.sequence.gradient_courier import GradientCourier, Halves
 from hpjob.runtime.sequence.merged_blocks import MergedBlocks
 from hpjob.runtime.sequence.ring import Ring, circulate
-from hpjob.runtime.sequence.row_sums import RowSum, accumulate, write_sum
+from hpjob.runtime.sequence.row_sums import RowSum, accumulate, write_copy, write_sum
 from hpjob.runtime.sequence.sequence_mask import SequenceMask
 from hpjob.runtime.sequence.zigzag import ZigzagBlock, zigzag_block, zigzag_halves, zigzag_position_ids
 
@@ -169,7 +169,7 @@ def _add_to_own(
     for part, which in zip(parts, heads, strict=True):
         for rows, other in zip(zigzag_halves(length), others, strict=True):
             if other is None:
-                result[:, rows, which].copy_(part[:, rows])
+                write_copy(result[:, rows, which], part[:, rows])
             else:
                 write_sum(result[:, rows, which], part[:, rows], other[:, :, which])
     return result

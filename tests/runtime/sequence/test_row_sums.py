@@ -16,7 +16,7 @@ from hpjob.runtime.sequence.block_attention import BlockSettings, CpuFlashBacken
 from hpjob.runtime.sequence.message_buffers import MessageBuffers
 from hpjob.runtime.sequence.ring import Ring
 from hpjob.runtime.sequence.ring_attention import ring_attention
-from hpjob.runtime.sequence.row_sums import RowSum, rescale_and_add, write_sum, write_weighted_sum
+from hpjob.runtime.sequence.row_sums import RowSum, rescale_and_add, write_copy, write_sum, write_weighted_sum
 from hpjob.runtime.sequence.zigzag import zigzag_block, zigzag_split
 from tests.runtime.gloo_pool import GlooPool
 from tests.runtime.sequence.attention_reference import make_inputs, relative_error
@@ -133,10 +133,12 @@ def test_one_graph_for_all_numbers_of_rows_and_parts_of_heads(graphs: list[int])
             out = torch.zeros(batch, 2 * rows, 4, 16, dtype=BF16)
             part, other = torch.randn(batch, 2 * rows, 2, 16).to(BF16), torch.randn(batch, rows, 4, 16)
             write_sum(out[:, rows:, heads], part[:, rows:], other[:, :, heads])
+            write_copy(out[:, :rows, heads], part[:, :rows])
             expected = torch.zeros_like(out)
+            expected[:, :rows, heads] = part[:, :rows]
             expected[:, rows:, heads] = (part[:, rows:].float() + other[:, :, heads]).to(BF16)
             assert torch.equal(out, expected)
-    assert len(graphs) == 1
+    assert len(graphs) == 2
 
 
 def test_compiled_merges_equal_plain_ones(graphs: list[int]) -> None:
