@@ -77,7 +77,7 @@ class StageBuilder:
         stage = DecoderStage(family, recipe.model, part, plan, self.region, self._kernel)
         place_experts(stage.model.layers, family, mesh, self.region)  # type: ignore[arg-type]
         cuts = plan_cuts(stage, mesh)
-        shard_stage(stage, plan, mesh)
+        shard_stage(stage, plan, mesh, {name: cut.shard_dim for name, cut in cuts.items()})
         sharing = self._sharing()
         own = materialise(
             *(stage, cuts, mesh, torch.device("cpu") if plan.cpu_offload else self._device),

@@ -9,7 +9,7 @@ from torch.distributed.tensor import DTensor, Shard
 from hpjob.core.errors import UserInputError
 from hpjob.plan.model import Axis
 from hpjob.runtime.mesh import Mesh
-from hpjob.runtime.model.experts import expert_modules, expert_region
+from hpjob.runtime.model.experts import expert_modules, expert_region, expert_shard_dim
 from hpjob.runtime.model.stage import DecoderStage
 from hpjob.runtime.parallel.data import parameter_shard_dim
 from hpjob.runtime.parallel.linear import SharedHeadLinear
@@ -53,7 +53,8 @@ def plan_cuts(stage: DecoderStage, mesh: Mesh) -> dict[str, Cut]:
     cuts = {}
     for name, parameter in stage.named_parameters():
         if name.startswith(tuple(experts)):
-            cuts[name] = Cut(expert_region(name, parameter, mesh), mesh.degrees.tp > 1, False, is_expert=True)
+            dim = expert_shard_dim(name, parameter, int(mesh.experts["expert_shard"].size()))
+            cuts[name] = Cut(expert_region(name, parameter, mesh), mesh.degrees.tp > 1, False, dim, is_expert=True)
             continue
         region = Region.whole(tuple(parameter.shape))
         dim = parameter_shard_dim(parameter, mesh.shard_size)

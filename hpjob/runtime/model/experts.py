@@ -20,6 +20,7 @@ from hpjob.runtime.sequence.split_gather import gather_sequence_replicated, spli
 
 _INTERMEDIATE_DIM = 2
 """Of (experts, gate or up, intermediate, hidden) and of (experts, hidden, intermediate)."""
+_DIMS_OF_GATE_AND_UP = 4
 
 
 def place_experts(layers: nn.Module, family: Family, mesh: Mesh, region: TensorRegion) -> None:
@@ -52,6 +53,21 @@ def expert_modules(stage: nn.Module) -> Iterator[tuple[str, ExpertParallelExpert
             yield name, module
 
 
+def expert_shard_dim(name: str, parameter: Tensor, shards: int) -> int:
+    """Return the dim along which data parallelism cuts an expert weight.
+
+    Whole experts are cheapest to exchange. A rank with fewer experts than shards would have one of them all to itself
+    and others nothing, so each expert is cut along its hidden features then, if they can be.
+
+    Args:
+        name: ``…gate_up_proj`` or ``…down_proj``.
+        parameter: Before this cut.
+        shards: Ranks that hold the same experts.
+    """
+    hidden = 2 if name.endswith("gate_up_proj") else 1
+    return 0 if parameter.shape[0] % shards == 0 or parameter.shape[hidden] % shards else hidden
+
+
 def expert_region(name: str, parameter: Tensor, mesh: Mesh) -> Region:
     """Return the part of an expert weight that this rank updates.
 
@@ -72,10 +88,17 @@ def expert_region(name: str, parameter: Tensor, mesh: Mesh) -> Region:
         shape = (experts, parameter.shape[1], parameter.shape[2] * tp)
     region = Region.whole(shape).chunk(0, mesh.degrees.ep, axes["ep"].get_local_rank())
     region = region.chunk(_INTERMEDIATE_DIM, tp, mesh.coordinate(Axis.TP))
-    return region.chunk(0, int(axes["expert_shard"].size()), axes["expert_shard"].get_local_rank())
+    shards = int(axes["expert_shard"].size())
+    dim = _region_dim(expert_shard_dim(name, parameter, shards), region)
+    return region.chunk(dim, shards, axes["expert_shard"].get_local_rank())
 
 
-def expert_placements(mesh: Mesh) -> tuple[DeviceMesh, tuple[Placement, ...]]:
+def expert_placements(mesh: Mesh, region: Region, shard_dim: int) -> tuple[DeviceMesh, tuple[Placement, ...]]:
     """Return how checkpoints describe what :func:`expert_region` says."""
     axes = mesh.experts["expert_replicate", "ep", "expert_shard", "tp"]
-    return axes, (Replicate(), Shard(0), Shard(0), Shard(_INTERMEDIATE_DIM))
+    return axes, (Replicate(), Shard(0), Shard(_region_dim(shard_dim, region)), Shard(_INTERMEDIATE_DIM))
+
+
+def _region_dim(dim: int, region: Region) -> int:
+    """Where a region tells gate and up apart, what comes behind them is one dim further on than in memory."""
+    return dim + 1 if dim and len(region.shape) == _DIMS_OF_GATE_AND_UP else dim

@@ -221,7 +221,7 @@ def _described(
     parameter: nn.Parameter, cut: Cut, mesh: Mesh, *, is_shared: bool
 ) -> tuple[DeviceMesh, tuple[Placement, ...]] | None:
     if cut.is_expert:
-        return expert_placements(mesh)
+        return expert_placements(mesh, cut.region, cut.shard_dim)
     if not is_shared:
         return None
     over_tp = parameter.placements[0] if isinstance(parameter, DTensor) else Replicate()

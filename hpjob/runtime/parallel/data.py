@@ -18,7 +18,7 @@ Gradients are summed, never averaged: the loss is already divided by the global 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, Protocol
 
 import torch
@@ -61,11 +61,17 @@ def shard_dim(local_shape: torch.Size, *, tp_dim: int | None, tp_even: bool, par
     return 1 if doubly_uneven and len(local_shape) > 1 and local_shape[1] % parts == 0 else 0
 
 
-def shard_stage(stage: DecoderStage, plan: Plan, mesh: Mesh) -> None:
+def shard_stage(stage: DecoderStage, plan: Plan, mesh: Mesh, dims: Mapping[str, int]) -> None:
     """Apply FSDP2 to a stage on the meta device: one unit a decoder layer, one for
     its experts, one for the rest.
 
     That is so where the host keeps the shards; else the stage stays as it is.
+
+    Args:
+        stage: With whole parameters.
+        plan: Its layout.
+        mesh: The mesh of the run.
+        dims: Along which each parameter is cut.
     """
     if not needs_fsdp(plan):
         return
@@ -74,8 +80,10 @@ def shard_stage(stage: DecoderStage, plan: Plan, mesh: Mesh) -> None:
         param_dtype=COMPUTE_DTYPE[plan.precision], reduce_dtype=torch.float32, cast_forward_inputs=False
     )
 
+    placements = {id(parameter): Shard(dims[name]) for name, parameter in stage.named_parameters()}
+
     def placement(parameter: nn.Parameter) -> Shard:
-        return Shard(parameter_shard_dim(parameter, mesh.shard_size))
+        return placements[id(parameter)]
 
     units: list[tuple[nn.Module, DeviceMesh]] = [
         (module, mesh.expert_fsdp_mesh) for module in stage.modules() if isinstance(module, ExpertParallelExperts)

@@ -17,6 +17,7 @@ from hpjob.runtime.parity.data import global_batch, rank_batch
 from hpjob.runtime.pipeline.executor import PipelineExecutor
 from hpjob.runtime.process_pool import ProcessPool
 from hpjob.runtime.rehearsal.fake_world import fake_world
+from tests.support.alone import AloneEngine
 
 pytestmark = pytest.mark.distributed
 
@@ -117,3 +118,18 @@ def test_live_microbatches_are_those_of_the_schedule(pool: ProcessPool, schedule
         assert all(found[rank] <= limit for rank, limit in enumerate(most))
     else:
         assert [found[rank] for rank in range(4)] == most
+
+
+@pytest.mark.parametrize("experts", [1, 2, 3])
+@pytest.mark.parametrize("zero_stage", [1, 3])
+def test_all_ranks_update_as_much_of_the_experts(experts: int, zero_stage: int) -> None:
+    """However few experts a rank has; else the planner's memory is that of no rank."""
+    text = f"dp_size=8 ep_size=2 num_experts={2 * experts} num_experts_per_tok=1 zero_stage={zero_stage}"
+    chosen = parse_case(f"{SMALL} num_hidden_layers=1 {text}", world=None, steps=2, model_type="mixtral")
+    held = set()
+    for rank in range(chosen.world):
+        with fake_world(rank, chosen.world):
+            engine = AloneEngine(chosen.plan, chosen.recipe, build_mesh(chosen.plan, "cpu"), torch.device("cpu"))
+            held.add(sum(item.local.numel() for item in engine.parameters if ".experts." in item.name))
+    whole = 2 * experts * 3 * chosen.recipe.model.hidden_size * chosen.recipe.model.intermediate_size
+    assert held == {whole // chosen.world}
