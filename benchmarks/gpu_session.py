@@ -128,7 +128,7 @@ def fp8() -> list[Step]:
 
 def two_gpus() -> list[Step]:
     """Return what two GPUs can show: every axis alone."""
-    command = "python benchmarks/multi_gpu.py --gpus 2 --patience-s 60"
+    command = "python benchmarks/multi_gpu.py --gpus 2 --patience-s 60 --warm-up 4"
     return [
         Step(
             name="numbers",

@@ -197,7 +197,7 @@ def _options(arguments: Sequence[str] | None) -> argparse.Namespace:
         "--warm-up",
         type=int,
         default=8,
-        help="steps before them; GPUs that have just been idle are faster (default: %(default)s)",
+        help="steps of speed before them, at least 1; GPUs that have just been idle are faster (default: %(default)s)",
     )
     parser.add_argument("--parity-steps", type=int, default=10, help="steps of a parity case (default: %(default)s)")
     parser.add_argument("--profile", action="store_true", help="add the kernels of a step to every speed")
@@ -219,7 +219,10 @@ def _options(arguments: Sequence[str] | None) -> argparse.Namespace:
         "--out", type=Path, default=Path("multi_gpu.json"), help="file of the results, or a folder for it"
     )
     parser.add_argument("--table", type=Path, help="print the table of this file and end")
-    return parser.parse_args(arguments)
+    options = parser.parse_args(arguments)
+    if options.warm_up < 1:
+        parser.error("--warm-up: the first step compiles, so it cannot be timed")
+    return options
 
 
 if __name__ == "__main__":

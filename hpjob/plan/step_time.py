@@ -272,11 +272,17 @@ class StepModel:
         if experts and shards > layout.ep:
             # An expert has a copy in every ep-th rank only.
             spread = link_of(self.hardware, layout, expert_copies(layout))
-            total += spread.ring(shards // layout.ep, experts * (times * reduce + back))
+            copies = shards // layout.ep
+            moved = experts * (times * reduce + back)
+            total += spread.ring(copies, moved * (2 if self._sums_whole_experts(layout, copies) else 1))
         if layout.zero and shards > layout.state_shards:
             total = self._grouped(layout, shared + experts, times * reduce, back)
         window = self.habits.dp_overlap * first * times
         return max(total - window, total * (1.0 - 0.9 * self.habits.dp_overlap))
+
+    def _sums_whole_experts(self, layout: Layout, copies: int) -> bool:
+        """Whether our runtime cuts experts along their features, and so sums them whole in both directions."""
+        return layout.zero > 0 and self.habits.gradients == "lazy" and self.shape.num_experts // layout.ep % copies > 0
 
     def _grouped(self, layout: Layout, params: float, reduce: float, back: float) -> float:
         """Seconds of reduction and gathering inside a group of shards, and of the sum across groups."""

@@ -19,7 +19,9 @@ from hpjob.runtime.model.stage import DecoderStage
 from hpjob.runtime.moe.expert_parallel import ExpertParallelExperts
 
 _VARIANTS = 64
-"""Of one function that a process may compile: one an engine and size. Beyond the compiler's own 8 it would raise."""
+"""Of one layer's function that may be compiled: one an engine and size. Beyond the compiler's own 8 it would raise.
+
+Newer torch has the limit by thread; layers are compiled in that of the forward pass."""
 
 
 def wants_compile(recipe: Recipe, device: torch.device) -> bool:

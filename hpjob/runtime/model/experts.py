@@ -56,8 +56,8 @@ def expert_modules(stage: nn.Module) -> Iterator[tuple[str, ExpertParallelExpert
 def expert_shard_dim(name: str, parameter: Tensor, shards: int) -> int:
     """Return the dim along which data parallelism cuts an expert weight.
 
-    Whole experts are cheapest to exchange. A rank with fewer experts than shards would have one of them all to itself
-    and others nothing, so each expert is cut along its hidden features then, if they can be.
+    Whole experts are cheapest to exchange. Where their number is no multiple of the shards, some ranks would have more
+    of them than others, or all of one: each expert is cut along its hidden features then, if they can be.
 
     Args:
         name: ``…gate_up_proj`` or ``…down_proj``.

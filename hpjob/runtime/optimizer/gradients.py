@@ -46,8 +46,8 @@ def _exchange(
         return
     flat = torch.cat([gradient.flatten() for gradient in gradients]).float().to(device)
     collective(flat)
-    for gradient, part in zip(gradients, torch.split(flat, [g.numel() for g in gradients]), strict=True):
-        gradient.copy_(part.view_as(gradient))
+    parts = torch.split(flat.to(gradients[0].device), [gradient.numel() for gradient in gradients])
+    torch._foreach_copy_(gradients, [part.view_as(g) for part, g in zip(parts, gradients, strict=True)])
 
 
 def add_gradients(copies: Sequence[ShardedParameter]) -> None:

@@ -123,8 +123,9 @@ class _Rehearsal:
 
 
 def _weights(engine: TimedEngine) -> list[Tensor]:
-    """Weights that are computed with, or chunks of them, and fp32 masters."""
-    found = [t for item in engine.parameters for t in (item.local, item.parameter.detach(), item.compute_weight)]
+    """Weights that are computed with, or the chunks of those that are whole only at times, and fp32 masters."""
+    found = [t for item in engine.parameters for t in (item.local, item.compute_weight)]
+    found += [item.parameter.detach() for item in engine.parameters if item.chunk is None or item.chunk.kept is None]
     return [tensor for tensor in found if tensor is not None]
 
 

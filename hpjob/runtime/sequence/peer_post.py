@@ -79,9 +79,13 @@ class PeerPost:
 
     def _next_slot(self, num_bytes: int) -> tuple[PeerMemory, int]:
         if self._memory is None or num_bytes > self._slot_bytes:
-            if self._memory is not None and self._device.type == "cuda":
-                # Nobody may read any more what is given back here.
-                torch.cuda.synchronize(self._device)
+            if self._device.type == "cuda":
+                if self._memory is not None:
+                    # Nobody may read any more what is given back here.
+                    torch.cuda.synchronize(self._device)
+                self._memory = None
+                # What torch's allocator keeps for itself is no memory for peers.
+                torch.cuda.empty_cache()
             self._slot_bytes = num_bytes
             # Memory made in inference mode could not be written to outside.
             with torch.inference_mode(False):
