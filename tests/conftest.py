@@ -57,6 +57,14 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             item.add_marker(pytest.mark.xdist_group("slurm"))
 
 
+def pytest_collection_finish(session: pytest.Session) -> None:
+    """Refuse a pytest under which groups are not kept together: there would be two sandboxes, and every setup twice."""
+    if hasattr(session.config, "workerinput") and session.config.getoption("loadgroup", False):
+        grouped = [item for item in session.items if item.get_closest_marker("xdist_group")]
+        if any("@" not in item.nodeid for item in grouped):
+            raise pytest.UsageError("pytest-xdist does not group tests with this pytest; install 'hpjob[dev]'")
+
+
 @pytest.fixture(autouse=True)
 def no_memory_of_nodes(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> None:
     """What a person's runs remember does not reach the tests, nor one test another."""
