@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
+from itertools import count
+from pathlib import Path
 
 import torch
 import torch.distributed as dist
@@ -31,6 +34,18 @@ class FileMemory:
 
     def meet(self) -> None:
         dist.barrier(group=self.group)
+
+
+def file_allocator(folder: str) -> Callable[[dist.ProcessGroup, torch.device], Callable[[int], FileMemory]]:
+    """In the place of :func:`hpjob.runtime.parallel.peer_memory.allocator`: files of their own for every call."""
+    numbers = count()
+
+    def allocate(group: dist.ProcessGroup, _: torch.device) -> Callable[[int], FileMemory]:
+        home = Path(folder) / f"{dist.get_process_group_ranks(group)}-{next(numbers)}"
+        home.mkdir(exist_ok=True)
+        return partial(FileMemory, group, str(home))
+
+    return allocate
 
 
 class HastyFileMemory(FileMemory):

@@ -54,7 +54,8 @@ def plan_cuts(stage: DecoderStage, mesh: Mesh) -> dict[str, Cut]:
     for name, parameter in stage.named_parameters():
         if name.startswith(tuple(experts)):
             dim = expert_shard_dim(name, parameter, int(mesh.experts["expert_shard"].size()))
-            cuts[name] = Cut(expert_region(name, parameter, mesh), mesh.degrees.tp > 1, False, dim, is_expert=True)
+            region = expert_region(name, parameter, mesh, dim)
+            cuts[name] = Cut(region, mesh.degrees.tp > 1, False, dim, is_expert=True)
             continue
         region = Region.whole(tuple(parameter.shape))
         dim = parameter_shard_dim(parameter, mesh.shard_size)

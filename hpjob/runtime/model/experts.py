@@ -68,7 +68,7 @@ def expert_shard_dim(name: str, parameter: Tensor, shards: int) -> int:
     return 0 if parameter.shape[0] % shards == 0 or parameter.shape[hidden] % shards else hidden
 
 
-def expert_region(name: str, parameter: Tensor, mesh: Mesh) -> Region:
+def expert_region(name: str, parameter: Tensor, mesh: Mesh, shard_dim: int) -> Region:
     """Return the part of an expert weight that this rank updates.
 
     Gate and up lie behind one another in one parameter, of which tensor parallelism cuts each: the region is one of
@@ -78,6 +78,7 @@ def expert_region(name: str, parameter: Tensor, mesh: Mesh) -> Region:
         name: ``…gate_up_proj`` or ``…down_proj``.
         parameter: This rank's part before data parallelism cuts it.
         mesh: With axes for experts.
+        shard_dim: From :func:`expert_shard_dim`.
     """
     axes, tp = mesh.experts, mesh.degrees.tp
     experts = parameter.shape[0] * mesh.degrees.ep
@@ -88,9 +89,8 @@ def expert_region(name: str, parameter: Tensor, mesh: Mesh) -> Region:
         shape = (experts, parameter.shape[1], parameter.shape[2] * tp)
     region = Region.whole(shape).chunk(0, mesh.degrees.ep, axes["ep"].get_local_rank())
     region = region.chunk(_INTERMEDIATE_DIM, tp, mesh.coordinate(Axis.TP))
-    shards = int(axes["expert_shard"].size())
-    dim = _region_dim(expert_shard_dim(name, parameter, shards), region)
-    return region.chunk(dim, shards, axes["expert_shard"].get_local_rank())
+    shard = axes["expert_shard"]
+    return region.chunk(_region_dim(shard_dim, region), int(shard.size()), shard.get_local_rank())
 
 
 def expert_placements(mesh: Mesh, region: Region, shard_dim: int) -> tuple[DeviceMesh, tuple[Placement, ...]]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from unittest.mock import patch
 
 import pytest
@@ -28,15 +29,9 @@ def train_with_own_rounding(case: Case, copies: bool) -> dict[str, torch.Tensor]
     copied = [item for item in engine.parameters if item.copied_over_tp]
     for item in copied:
         item.parameter.register_hook(lambda gradient: gradient * factor)
-    without = patch.object(engine_module, "copy_gradients", lambda *_: None)
-    if not copies:
-        without.start()
-    try:
+    with nullcontext() if copies else patch.object(engine_module, "copy_gradients", lambda *_: None):
         for step in (1, 2):
             engine.train_step(rank_batch(global_batch(case.recipe, step), mesh.dp_rank, mesh.dp_size), step)
-    finally:
-        if not copies:
-            without.stop()
     return {item.name: item.local.clone() for item in copied}
 
 

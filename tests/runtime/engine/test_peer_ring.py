@@ -2,21 +2,18 @@
 
 from __future__ import annotations
 
-from functools import partial
-from itertools import count
 from pathlib import Path
 from unittest import mock
 
 import pytest
 import torch
-import torch.distributed as dist
 
 from hpjob.runtime.parity.case import parse_case
 from hpjob.runtime.parity.worker import RankRecord, train_case
 from hpjob.runtime.process_pool import ProcessPool
 from hpjob.runtime.sequence import peer_post
 from hpjob.runtime.sequence.ring import Ring
-from tests.runtime.file_memory import FileMemory
+from tests.runtime.file_memory import file_allocator
 
 STEPS = 2
 RING = "sequence_parallelism_mode=ring_attn num_hidden_layers=3"
@@ -25,14 +22,8 @@ RING = "sequence_parallelism_mode=ring_attn num_hidden_layers=3"
 def trained(text: str, world: int, folder: str | None) -> tuple[RankRecord, list[bool]]:
     """A trajectory, and for each ring whether it has posts; with a folder ranks share memory in files there."""
     case = parse_case(text, world=world, steps=STEPS)
-    numbers = count()
     rings: list[bool] = []
     check = Ring.__post_init__
-
-    def allocate(group: dist.ProcessGroup, _: torch.device) -> object:
-        home = Path(folder or "") / f"{dist.get_process_group_ranks(group)}-{next(numbers)}"
-        home.mkdir(exist_ok=True)
-        return partial(FileMemory, group, str(home))
 
     def noting(ring: Ring) -> None:
         check(ring)
@@ -40,7 +31,7 @@ def trained(text: str, world: int, folder: str | None) -> tuple[RankRecord, list
 
     with (
         mock.patch.object(peer_post, "reaches_peers", return_value=folder is not None),
-        mock.patch.object(peer_post, "allocator", allocate),
+        mock.patch.object(peer_post, "allocator", file_allocator(folder or "")),
         mock.patch.object(Ring, "__post_init__", noting),
     ):
         return train_case(case, STEPS, None), rings

@@ -2,21 +2,18 @@
 
 from __future__ import annotations
 
-from functools import partial
-from itertools import count
 from pathlib import Path
 from unittest import mock
 
 import pytest
 import torch
-import torch.distributed as dist
 
 from hpjob.runtime.model import weight_memory
 from hpjob.runtime.parallel.peer_arena import PeerArena
 from hpjob.runtime.parity.case import parse_case
 from hpjob.runtime.parity.worker import RankRecord, train_case
 from hpjob.runtime.process_pool import ProcessPool
-from tests.runtime.file_memory import FileMemory
+from tests.runtime.file_memory import file_allocator
 
 STEPS = 3
 
@@ -26,16 +23,10 @@ def trained(text: str, world: int, folder: str | None) -> tuple[RankRecord, int]
     case = parse_case(text, world=world, steps=STEPS)
     if folder is None:
         return train_case(case, STEPS, None), 0
-    numbers = count()
-
-    def allocate(group: dist.ProcessGroup, _: torch.device) -> object:
-        home = Path(folder) / f"{dist.get_process_group_ranks(group)}-{next(numbers)}"
-        home.mkdir(exist_ok=True)
-        return partial(FileMemory, group, str(home))
 
     with (
         mock.patch.object(weight_memory, "reaches_peers", return_value=True),
-        mock.patch.object(weight_memory, "allocator", allocate),
+        mock.patch.object(weight_memory, "allocator", file_allocator(folder)),
         mock.patch.object(weight_memory, "PeerArena", wraps=PeerArena) as arenas,
     ):
         return train_case(case, STEPS, None), arenas.call_count
